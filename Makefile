@@ -1,0 +1,47 @@
+# Two commands matter: `make demo` and `make test`. Both make the environment first, once.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# One framework thread for each test worker: two workers on two cores, and counts that do not depend on the machine.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+.PHONY: help demo test test-all lint types format bench clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED)  ## Show what Lowtide does; writes demo-output/
+	$(BIN)/lowtide demo
+
+test: lint types  ## Lint, types and the tests, within minutes
+	$(PYTEST) -m "not slow" --cov=lowtide --cov-report=term --cov-fail-under=100
+
+test-all: lint types  ## The same with the whole sweeps and soaks
+	$(PYTEST) --cov=lowtide --cov-report=term --cov-fail-under=100
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## Put the code into its form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## Time the planners beside their peers (pyrevolve needs a C++ compiler)
+	$(PIP_INSTALL) pyrevolve
+	$(BIN)/python benchmarks/planners.py
+
+clean:  ## Remove the environment and everything generated
+	rm -rf $(VENV) demo-output .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (a minute or two the first time)"
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lowtide needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --editable ".[all]"
+	touch $@
