@@ -1,0 +1,171 @@
+"""The chain: what each step costs in bytes and seconds.
+
+Step k maps state k to state k+1. Its tape is what autograd saves while running it; by definition the
+tape holds the step's own input, so `tape >= state`, and a state that is only about to be taped need not
+be stored as well. A chain is either one step repeated (a rollout) or a row of unequal steps (layers).
+Nothing here is measured: a front end measures, this module only keeps the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from lowtide.checks import keep_seconds, keep_whole
+from lowtide.errors import InputError
+from lowtide.sizes import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class Working:
+    """Bytes beyond snapshots and tapes while one step runs: states in flight, cotangents, transients."""
+
+    advance: int = 0
+    tape: int = 0
+    backward: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("advance", "tape", "backward"):
+            keep_whole(self, name, least=0, label=f"working.{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class TapeOption:
+    """A smaller tape for a step, paid for with `extra` seconds of its backward."""
+
+    tape: int
+    extra: float
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        keep_whole(self, "tape", least=1, label="option.tape")
+        keep_seconds(self, "extra", label="option.extra")
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What one step costs.
+
+    Attributes:
+        state: bytes of the state that the step starts from (1 for a step without state).
+        tape: bytes that its tape holds, its input among them.
+        forward, backward: seconds, or any other unit as long as it is the same throughout.
+        cotangent: bytes of the gradient of the input state, held while earlier steps run again.
+        working: bytes beyond snapshots, tapes and that cotangent while the step runs.
+        options: smaller tapes for the same step.
+        name: for reports.
+    """
+
+    state: int
+    tape: int
+    forward: float = 1.0
+    backward: float = 2.0
+    cotangent: int = 0
+    working: Working = Working()
+    options: tuple[TapeOption, ...] = ()
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        keep_whole(self, "state", least=1)
+        keep_whole(self, "tape", least=1)
+        keep_whole(self, "cotangent", least=0)
+        for bytes_, what in [(self.tape, "tape")] + [(o.tape, "option.tape") for o in self.options]:
+            if bytes_ < self.state:
+                raise InputError(
+                    f"{what}={bytes_:,} B is smaller than state={self.state:,} B: a tape holds its step's input; "
+                    f"count the input in, which makes it at least {self.state:,} B"
+                )
+        keep_seconds(self, "forward")
+        keep_seconds(self, "backward")
+
+    @property
+    def menu(self) -> tuple[TapeOption, ...]:
+        """Every way to tape the step; entry 0 keeps the whole tape."""
+        return (TapeOption(self.tape, 0.0, "keep"), *self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The disk tier: seconds to write and to read one byte. It is taken to have room for every snapshot."""
+
+    write: float
+    read: float
+
+    def __post_init__(self) -> None:
+        keep_seconds(self, "write", label="disk.write")
+        keep_seconds(self, "read", label="disk.read")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A row of steps. Make one with `Chain.equal(step, length)` or `Chain.of(steps)`."""
+
+    steps: tuple[StepCost, ...]
+    length: int
+    # Prefix sums of forward seconds, so that a run over [start, stop) costs one subtraction.
+    _forward: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        keep_whole(self, "length", least=1, label="steps")
+        if len(self.steps) not in (1, self.length):
+            raise InputError(
+                f"a chain of {self.length:,} steps was given {len(self.steps):,} costs; "
+                "give one cost for each step, or one for all of them"
+            )
+        object.__setattr__(self, "_forward", tuple(accumulate((s.forward for s in self.steps), initial=0.0)))
+
+    @classmethod
+    def equal(cls, step: StepCost, length: int) -> Chain:
+        """`length` steps that all cost the same."""
+        return cls((step,), length)
+
+    @classmethod
+    def of(cls, steps: Iterable[StepCost]) -> Chain:
+        """Steps that each have a cost of their own; equal neighbours are found and kept once."""
+        steps = tuple(steps)
+        if not steps:
+            raise InputError("a chain needs at least one step; got an empty list")
+        same = all(step == steps[0] for step in steps)
+        return cls(steps[:1] if same else steps, len(steps))
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all steps cost the same."""
+        return len(self.steps) == 1
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, k: int) -> StepCost:
+        return self.steps[0] if self.is_equal else self.steps[k]
+
+    def forward_seconds(self, start: int, stop: int) -> float:
+        """Seconds of running the steps [start, stop) once."""
+        if self.is_equal:
+            return (stop - start) * self.steps[0].forward
+        return self._forward[stop] - self._forward[start]
+
+    @property
+    def plain_tape(self) -> int:
+        """Bytes of all tapes, which is what backpropagation without a plan keeps."""
+        return self.length * self.steps[0].tape if self.is_equal else sum(s.tape for s in self.steps)
+
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of one forward and one backward over the whole chain."""
+        if self.is_equal:
+            return self.length * (self.steps[0].forward + self.steps[0].backward)
+        return math.fsum(s.forward + s.backward for s in self.steps)
+
+    def __str__(self) -> str:
+        if self.is_equal:
+            step = self.steps[0]
+            noun = "step" if self.length == 1 else "equal steps"
+            return f"{self.length:,} {noun}, state {format_size(step.state)}, tape {format_size(step.tape)} each"
+        states = [s.state for s in self.steps]
+        return (
+            f"{self.length:,} unequal steps, states {format_size(min(states))} to {format_size(max(states))}, "
+            f"tapes {format_size(self.plain_tape)} in all"
+        )

@@ -1,0 +1,43 @@
+"""Numbers that users give, checked once: whole numbers and seconds."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+from lowtide.errors import InputError
+
+
+def whole_number(value: int, name: str, *, least: int) -> int:
+    """`value` as an int, refused unless it is a whole number of at least `least`."""
+    if isinstance(value, bool):
+        raise InputError(f"{name}={value!r} is a boolean; give a whole number of at least {least:,}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InputError(
+            f"{name}={value!r} is a {type(value).__name__}; give a whole number of at least {least:,}"
+        ) from None
+    if number < least:
+        raise InputError(f"{name}={number:,} is too small; give a whole number of at least {least:,}")
+    return number
+
+
+def seconds(value: float, name: str) -> float:
+    """`value` as a float, refused unless it is finite and at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{name}={value!r} is a {type(value).__name__}; give seconds, 0 or more")
+    if not (math.isfinite(value) and value >= 0):
+        raise InputError(f"{name}={value!r} is not a time; give seconds, 0 or more")
+    return float(value)
+
+
+def keep_whole(value: object, field_name: str, *, least: int, label: str = "") -> None:
+    """Check a frozen value's field and keep it as an int: numpy's hash alike, but do not go to JSON."""
+    number = whole_number(getattr(value, field_name), label or field_name, least=least)
+    object.__setattr__(value, field_name, number)
+
+
+def keep_seconds(value: object, field_name: str, *, label: str = "") -> None:
+    """The same for seconds, kept as a float."""
+    object.__setattr__(value, field_name, seconds(getattr(value, field_name), label or field_name))

@@ -1,0 +1,63 @@
+"""Every exception Lowtide raises, and nothing else.
+
+    LowtideError
+    |-- InputError (ValueError)         an argument that cannot be used: what was given, what is accepted
+    |   `-- BudgetError                 no plan fits the budget: `.least` is the smallest that works
+    |-- PlanError (ValueError)          a plan that breaks the rules: `.place`, `.action`, `.state`
+    `-- CheckpointError (RuntimeError)  a run that cannot give the plain run's result
+
+Messages give the numbers and a way out.
+"""
+
+from __future__ import annotations
+
+
+class LowtideError(Exception):
+    """Anything that Lowtide raises on purpose."""
+
+
+class InputError(LowtideError, ValueError):
+    """An argument that cannot be used; the message says what is accepted."""
+
+
+class BudgetError(InputError):
+    """No plan fits the budget.
+
+    Attributes:
+        budget: the bytes that were asked for.
+        least: the smallest number of bytes for which a plan exists.
+    """
+
+    def __init__(self, budget: int, least: int, remedy: str) -> None:
+        super().__init__(budget, least, remedy)
+        self.budget = budget
+        self.least = least
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"no plan fits budget={self.budget:,} B: the least that works is {self.least:,} B; {self.remedy}"
+
+
+class PlanError(LowtideError, ValueError):
+    """A plan that breaks the rules of the chain.
+
+    Attributes:
+        place: position of the offending action in the plan, counted from 0.
+        action: the offending action, None when the plan ended too early.
+        state: what was current, stored and taped when it came.
+    """
+
+    def __init__(self, reason: str, *, place: int, action: object, state: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.place = place
+        self.action = action
+        self.state = state
+
+    def __str__(self) -> str:
+        what = "the end of the plan" if self.action is None else f"{self.action}"
+        return f"action {self.place:,}, {what}: {self.reason} ({self.state})"
+
+
+class CheckpointError(LowtideError, RuntimeError):
+    """A run that cannot give the plain run's result, and says so instead of giving another."""

@@ -1,0 +1,301 @@
+"""A plan is a value: a chain, the knob it was made for, the schedule that a planner chose, and its bill.
+
+`plan.actions()` is a lazy iterator, so a plan over a million steps is a few hundred bytes. Its JSON stores
+the planner's name and parameters; the actions are made again from them. A schedule is anything that can
+list its actions and its bill for a chain; planners register theirs here by name, so this module imports none.
+
+A `Bill` is what a plan will cost, a `Receipt` what a run did cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
+
+from lowtide.actions import Action, Advance, Save, Tape
+from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
+from lowtide.errors import InputError
+from lowtide.sizes import format_size
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a plan will cost.
+
+    Attributes:
+        plain_runs: step runs that keep nothing.
+        taping_runs: step runs that keep their tape; one for each step.
+        backward_runs: steps pulled back; one for each step.
+        peak_memory: most bytes of snapshots, tapes and working set at once.
+        peak_disk: most bytes of snapshots on disk at once.
+        peak_snapshots: most snapshots at once, in memory and on disk.
+        seconds: of all runs, and of writing to and reading from disk.
+    """
+
+    plain_runs: int
+    taping_runs: int
+    backward_runs: int
+    peak_memory: int
+    peak_disk: int
+    peak_snapshots: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a run did cost; `probe_runs` are step runs that measured something and were not part of the plan."""
+
+    plain_runs: int = 0
+    taping_runs: int = 0
+    backward_runs: int = 0
+    probe_runs: int = 0
+    peak_memory: int = 0
+    peak_disk: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        runs = f"{self.plain_runs:,} plain, {self.taping_runs:,} taping, {self.backward_runs:,} backward"
+        return "\n".join(
+            [
+                f"runs    {runs}, {self.probe_runs:,} to measure",
+                f"peak    {format_size(self.peak_memory)} of memory, {format_size(self.peak_disk)} of disk",
+                f"time    {self.seconds:,.3g} s",
+            ]
+        )
+
+    def to_json(self) -> str:
+        """The receipt as JSON."""
+        return json.dumps({"lowtide": FORMAT, "receipt": dataclasses.asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Receipt:
+        """The receipt that `to_json` wrote."""
+        return cls(**_document(text, "receipt")["receipt"])
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """What the user turned: "budget", "checkpoints" or "base" with its value, or "none"."""
+
+    name: str
+    value: int | None = None
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return "none given: the least memory that runs no step more than one extra time"
+        return f"{self.name}={format_size(self.value) if self.name == 'budget' else f'{self.value:,}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecision:
+    """What a plan does with one step: how often it is run plainly, whether its state is stored, how it is taped."""
+
+    name: str
+    state: int
+    tape: int
+    plain_runs: int
+    stored: bool
+    form: str
+
+    def __str__(self) -> str:
+        stored = "state stored" if self.stored else "state not stored"
+        again = f"run again {self.plain_runs}x" if self.plain_runs else "kept"
+        return f"{self.name:<16} {format_size(self.tape):>10}  {again}, {stored}, tape: {self.form}"
+
+
+class Schedule(Protocol):
+    """A planner's answer: a frozen dataclass of parameters from which actions and bill follow."""
+
+    planner: ClassVar[str]
+
+    def actions(self, chain: Chain) -> Iterator[Action]:
+        """The actions, made one by one as they are asked for."""
+
+    def bill(self, chain: Chain) -> Bill:
+        """What they will cost; must agree with playing them on paper."""
+
+    def bound(self, chain: Chain) -> int | None:
+        """A proven lower bound on the plain runs of any plan in the same memory, if there is one."""
+
+    @property
+    def disk(self) -> Disk | None:
+        """The disk tier, if the schedule uses one."""
+
+
+_SCHEDULES: dict[str, type[Schedule]] = {}
+_S = TypeVar("_S", bound=Schedule)
+
+
+def registered(schedule: type[_S]) -> type[_S]:
+    """Class decorator: lets plans with this schedule be read back from JSON."""
+    _SCHEDULES[schedule.planner] = schedule
+    return schedule
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan:
+    """The decision which states to keep, which tapes to keep and what to run again. See `Plan.make`."""
+
+    chain: Chain
+    knob: Knob
+    schedule: Schedule
+    bill: Bill
+
+    @classmethod
+    def make(cls, chain: Chain, knob: Knob, schedule: Schedule) -> Self:
+        """The plan with the bill that its schedule predicts."""
+        return cls(chain, knob, schedule, schedule.bill(chain))
+
+    def actions(self) -> Iterator[Action]:
+        """The actions in order, made as they are asked for."""
+        return self.schedule.actions(self.chain)
+
+    @property
+    def planner(self) -> str:
+        """Name of the planner that made it."""
+        return self.schedule.planner
+
+    @property
+    def bound(self) -> int | None:
+        """A proven lower bound on the plain runs in this memory, where the planner has one."""
+        return self.schedule.bound(self.chain)
+
+    @property
+    def runs_per_step(self) -> float:
+        """Forward runs of an average step, the taping one included: 1.0 is what the plain loop does."""
+        return (self.bill.plain_runs + self.bill.taping_runs) / self.chain.length
+
+    @property
+    def time_factor(self) -> float:
+        """Predicted time as a multiple of the plain loop's."""
+        plain = self.chain.plain_seconds
+        return self.bill.seconds / plain if plain else 1.0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan of {self.chain.length:,} steps by {self.planner}, {self.knob.name}={self.knob.value}: "
+            f"{self.runs_per_step:.4g} runs per step in {format_size(self.bill.peak_memory)}>"
+        )
+
+    def __str__(self) -> str:
+        rows = [f"{name:<8}  {text}" for name, text in self.lines()]
+        if not self.chain.is_equal:
+            rows += [f"  {decision}" for decision in self.decisions()]
+        return "\n".join(rows)
+
+    def decisions(self) -> list[StepDecision]:
+        """What happens to each step, in the order of the chain."""
+        length = self.chain.length
+        runs, stored, forms = [0] * length, [False] * length, [0] * length
+        for action in self.actions():
+            match action:
+                case Advance(start, stop):
+                    for k in range(start, stop):
+                        runs[k] += 1
+                case Save(step):
+                    stored[step] = True
+                case Tape(start, stop, option):
+                    forms[start:stop] = [option] * (stop - start)
+        steps = (self.chain[k] for k in range(length))
+        return [
+            StepDecision(
+                step.name or f"step {k:,}",
+                step.state,
+                step.menu[form].tape,
+                plain_runs,
+                is_stored,
+                step.menu[form].name or f"option {form}",
+            )
+            for k, (step, plain_runs, is_stored, form) in enumerate(zip(steps, runs, stored, forms, strict=True))
+        ]
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """The report, as (label, text) pairs."""
+        bill, chain = self.bill, self.chain
+        yield "chain", str(chain)
+        yield "plain", f"{format_size(chain.plain_tape)} of tape without a plan"
+        yield "knob", str(self.knob)
+        working = max(max(s.working.advance, s.working.tape) + s.cotangent for s in chain.steps)
+        working = max(working, *(s.working.backward for s in chain.steps))
+        yield "working", f"{format_size(working)} at most besides snapshots and tape"
+        peak = f"{format_size(bill.peak_memory)} of memory, {bill.peak_memory / chain.plain_tape:.3%} of plain"
+        if self.knob.name == "budget" and self.knob.value is not None:
+            peak += f", {bill.peak_memory / self.knob.value:.1%} of the budget"
+        yield "peak", peak + (f"; {format_size(bill.peak_disk)} of disk" if bill.peak_disk else "")
+        yield "slots", f"{bill.peak_snapshots:,} snapshots at most at once"
+        runs = f"{bill.plain_runs:,} plain and {bill.taping_runs:,} taping"
+        yield "runs", f"{runs}: {self.runs_per_step:.4g} forward runs per step"
+        yield "time", f"{self.time_factor:.3f}x the plain loop, predicted"
+        yield "planner", self.planner
+        bound = self.bound
+        if bound is not None:
+            above = bill.plain_runs - bound
+            verdict = "this plan is optimal" if above <= 0 else f"this plan is {above:,} above"
+            yield "bound", f"{bound:,} plain runs are the proven least in this memory; {verdict}"
+
+    def to_json(self) -> str:
+        """The plan as JSON: the planner and its parameters, never the actions."""
+        document = {
+            "lowtide": FORMAT,
+            "chain": {"length": self.chain.length, "steps": [dataclasses.asdict(s) for s in self.chain.steps]},
+            "knob": dataclasses.asdict(self.knob),
+            "planner": self.planner,
+            "parameters": dataclasses.asdict(cast(Any, self.schedule)),
+            "bill": dataclasses.asdict(self.bill),
+        }
+        return json.dumps(document, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote; refused if this version would play it differently."""
+        document = _document(text, "chain", "knob", "planner", "parameters", "bill")
+        name = document["planner"]
+        if name not in _SCHEDULES:
+            raise InputError(f"planner {name!r} is not known here; known are {', '.join(sorted(_SCHEDULES))}")
+        schedule: Callable[..., Schedule] = _SCHEDULES[name]
+        try:
+            chain = Chain(tuple(_step(s) for s in document["chain"]["steps"]), document["chain"]["length"])
+            plan = cls.make(chain, Knob(**document["knob"]), schedule(**_values(document["parameters"])))
+            stored = Bill(**document["bill"])
+        except (TypeError, KeyError) as error:
+            raise InputError(f"this plan's JSON does not have the form that Plan.to_json writes: {error}") from error
+        if plan.bill != stored:
+            raise InputError(
+                f"this plan was made by another version of planner {name!r}: it promised {stored}, "
+                f"and would cost {plan.bill} here; plan again"
+            )
+        return plan
+
+
+def _step(step: dict[str, Any]) -> StepCost:
+    nested = {
+        "working": Working(**step["working"]),
+        "options": tuple(TapeOption(**option) for option in step["options"]),
+    }
+    return StepCost(**(step | nested))
+
+
+def _values(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Parameters as they were before JSON: its lists were tuples, and its one object is a disk."""
+    return {
+        name: tuple(value) if isinstance(value, list) else Disk(**value) if isinstance(value, dict) else value
+        for name, value in parameters.items()
+    }
+
+
+def _document(text: str, *keys: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("lowtide") != FORMAT:
+        raise InputError(f'not written by this version of Lowtide: "lowtide": {FORMAT} is missing at the top')
+    missing = [key for key in keys if key not in document]
+    if missing:
+        raise InputError(f"this JSON lacks {', '.join(missing)}")
+    return document

@@ -1,0 +1,22 @@
+"""Figures that a test measured are printed at the end of the run: record_property("figure", text)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("lowtide", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("lowtide")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    figures = [
+        text
+        for report in terminalreporter.getreports("passed")
+        for name, text in report.user_properties
+        if name == "figure" and report.when == "call"
+    ]
+    if figures:
+        terminalreporter.section("measured")
+        for text in figures:
+            terminalreporter.write_line(str(text))
