@@ -1,0 +1,253 @@
+"""Plays a plan on paper: is every action legal, and what does the whole cost.
+
+The rules. The state at step 0 is current when a plan begins; it is the plan's to store like any other. An
+action may use only what is there: Advance, Tape and Save start from the current state, Restore and Drop
+name a stored snapshot, Backward starts where the last one stopped and finds its tapes on top. Nothing runs
+past the point that the backward has reached. At the end the backward is at 0 and nothing is left behind.
+
+Memory is the snapshots, the tapes, and the working set of the step being run; the cotangent of the state
+that the backward has reached is held from then on. It does not check a budget: compare the bill with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
+
+from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape, Tier
+from lowtide.chain import Chain, Disk
+from lowtide.errors import PlanError
+from lowtide.plan import Bill, Plan
+
+
+def simulate(plan: Plan) -> Bill:
+    """The bill of playing the plan, or PlanError at the first action that is not legal."""
+    return simulate_actions(plan.chain, plan.actions(), disk=plan.schedule.disk)
+
+
+def simulate_actions(chain: Chain, actions: Iterable[Action], *, disk: Disk | None = None) -> Bill:
+    """The bill of any row of actions on `chain`; see `simulate`."""
+    ledger = Ledger(chain, disk)
+    for action in actions:
+        ledger.play(action)
+    return ledger.close()
+
+
+def judged(plan: Plan) -> Iterator[Action]:
+    """The plan's actions, each checked before it is handed out: for whoever runs them once and for all."""
+    ledger = Ledger(plan.chain, plan.schedule.disk)
+    for action in plan.actions():
+        ledger.play(action)
+        yield action
+    ledger.close()
+
+
+class Ledger:
+    """What is current, stored and taped, and what it has cost so far."""
+
+    __slots__ = (
+        "_backward_seconds",
+        "_chain",
+        "_current",
+        "_disk",
+        "_disk_bytes",
+        "_disk_read",
+        "_disk_written",
+        "_forward_seconds",
+        "_front",
+        "_memory",
+        "_menus",
+        "_peak_disk",
+        "_peak_memory",
+        "_peak_snapshots",
+        "_place",
+        "_plain_runs",
+        "_snapshots",
+        "_tapes",
+        "_taping_runs",
+    )
+
+    def __init__(self, chain: Chain, disk: Disk | None = None) -> None:
+        self._chain = chain
+        self._disk = disk
+        self._menus = [step.menu for step in chain.steps]
+        self._current: int | None = 0
+        self._front = len(chain)  # the backward has reached this state
+        self._snapshots: dict[tuple[int, Tier], int] = {}
+        self._tapes: list[tuple[int, int, int]] = []  # (start, stop, option), the newest last
+        self._memory = 0  # bytes of snapshots in memory and of tapes
+        self._disk_bytes = 0
+        self._place = 0
+        self._plain_runs = self._taping_runs = 0
+        self._peak_memory = self._peak_disk = self._peak_snapshots = 0
+        self._disk_written = self._disk_read = 0
+        self._forward_seconds = self._backward_seconds = 0.0
+
+    def play(self, action: Action) -> None:
+        """Do one action, or raise PlanError."""
+        match action:
+            case Advance():
+                self._advance(action)
+            case Save():
+                self._save(action)
+            case Restore():
+                self._restore(action)
+            case Drop():
+                self._drop(action)
+            case Tape():
+                self._tape(action)
+            case Backward():
+                self._backward(action)
+            case _:
+                self._refuse(action, "is not an action")
+        self._place += 1
+
+    def close(self) -> Bill:
+        """The bill, once the backward has come all the way and nothing is left behind."""
+        if self._front != 0:
+            self._refuse(None, f"the backward stopped at state {self._front:,} instead of 0")
+        if self._snapshots:
+            self._refuse(None, f"{len(self._snapshots):,} snapshots are still stored")
+        chain, length = self._chain, len(self._chain)
+        if chain.is_equal:  # counts times cost, which does not gather rounding over a million actions
+            step = chain[0]
+            self._forward_seconds = (self._plain_runs + self._taping_runs) * step.forward
+            self._backward_seconds += length * step.backward
+        seconds = self._forward_seconds + self._backward_seconds
+        if self._disk is not None:
+            seconds += self._disk_written * self._disk.write + self._disk_read * self._disk.read
+        return Bill(
+            plain_runs=self._plain_runs,
+            taping_runs=self._taping_runs,
+            backward_runs=length,
+            peak_memory=self._peak_memory,
+            peak_disk=self._peak_disk,
+            peak_snapshots=self._peak_snapshots,
+            seconds=seconds,
+        )
+
+    def _advance(self, action: Advance) -> None:
+        self._check_run(action, action.start, action.stop)
+        chain = self._chain
+        if chain.is_equal:
+            self._reach(self._memory + chain[0].working.advance + self._cotangent())
+        else:
+            most = max(step.working.advance for step in chain.steps[action.start : action.stop])
+            self._reach(self._memory + most + self._cotangent())
+            self._forward_seconds += chain.forward_seconds(action.start, action.stop)
+        self._plain_runs += action.stop - action.start
+        self._current = action.stop
+
+    def _tape(self, action: Tape) -> None:
+        start, stop, option = action.start, action.stop, action.option
+        self._check_run(action, start, stop)
+        chain = self._chain
+        cotangent = self._cotangent()
+        menus = self._menus if chain.is_equal else self._menus[start:stop]
+        if option < 0 or any(option >= len(menu) for menu in menus):
+            self._refuse(action, f"there is no entry {option} on the menu of every step in it")
+        if chain.is_equal:
+            self._memory += (stop - start) * menus[0][option].tape
+            self._reach(self._memory + chain[0].working.tape + cotangent)
+        else:
+            for step, menu in zip(chain.steps[start:stop], menus, strict=True):
+                self._memory += menu[option].tape
+                self._reach(self._memory + step.working.tape + cotangent)
+            self._forward_seconds += chain.forward_seconds(start, stop)
+        self._tapes.append((start, stop, option))
+        self._taping_runs += stop - start
+        self._current = stop
+
+    def _backward(self, action: Backward) -> None:
+        start, stop = action.start, action.stop
+        if stop != self._front:
+            self._refuse(action, f"the backward is at state {self._front:,}")
+        if not 0 <= start < stop:
+            self._refuse(action, "the range is empty or out of order")
+        chain = self._chain
+        while self._front > start:
+            if not self._tapes or self._tapes[-1][1] != self._front:
+                self._refuse(action, f"step {self._front - 1:,} is not taped")
+            begin, end, option = self._tapes.pop()
+            low = max(begin, start)
+            if chain.is_equal:
+                entry = self._menus[0][option]
+                self._reach(self._memory + chain[0].working.backward)
+                self._memory -= (end - low) * entry.tape
+                self._backward_seconds += (end - low) * entry.extra
+            else:
+                for k in reversed(range(low, end)):
+                    step, entry = chain.steps[k], self._menus[k][option]
+                    self._reach(self._memory + step.working.backward)
+                    self._memory -= entry.tape
+                    self._backward_seconds += step.backward + entry.extra
+            if low > begin:
+                self._tapes.append((begin, low, option))
+            self._front = low
+        self._current = None  # what was current belongs to steps that are done
+
+    def _save(self, action: Save) -> None:
+        step, tier = action.step, action.tier
+        if self._current != step:
+            self._refuse(action, "only the current state can be stored")
+        if (step, tier) in self._snapshots:
+            self._refuse(action, f"state {step:,} is stored there already")
+        if step >= len(self._chain):
+            self._refuse(action, "the final state starts no step")
+        size = self._chain[step].state
+        if tier is Tier.MEMORY:
+            self._memory += size
+            self._reach(self._memory)
+        else:
+            if self._disk is None:
+                self._refuse(action, "this plan has no disk tier")
+            self._disk_bytes += size
+            self._disk_written += size
+            self._peak_disk = max(self._peak_disk, self._disk_bytes)
+        self._snapshots[step, tier] = size
+        self._peak_snapshots = max(self._peak_snapshots, len(self._snapshots))
+
+    def _restore(self, action: Restore) -> None:
+        size = self._snapshots.get((action.step, action.tier))
+        if size is None:
+            self._refuse(action, f"state {action.step:,} is not stored there")
+        if action.tier is Tier.DISK:
+            self._disk_read += size
+        self._current = action.step
+
+    def _drop(self, action: Drop) -> None:
+        size = self._snapshots.pop((action.step, action.tier), None)
+        if size is None:
+            self._refuse(action, f"state {action.step:,} is not stored there")
+        if action.tier is Tier.MEMORY:
+            self._memory -= size
+        else:
+            self._disk_bytes -= size
+
+    def _check_run(self, action: Action, start: int, stop: int) -> None:
+        if start != self._current:
+            self._refuse(action, "it does not start at the current state")
+        if stop <= start:
+            self._refuse(action, "the range is empty or out of order")
+        if stop > self._front:
+            self._refuse(action, f"the backward has reached state {self._front:,} already")
+        if self._tapes and start < self._tapes[-1][1]:
+            self._refuse(action, f"steps up to {self._tapes[-1][1]:,} are taped already")
+
+    def _cotangent(self) -> int:
+        return self._chain[self._front].cotangent if self._front < len(self._chain) else 0
+
+    def _reach(self, memory: int) -> None:
+        if memory > self._peak_memory:
+            self._peak_memory = memory
+
+    def _refuse(self, action: object, reason: str) -> NoReturn:
+        stored = sorted(step for step, _ in self._snapshots)
+        shown = ", ".join(f"{step:,}" for step in stored[-8:])
+        taped = ", ".join(f"[{start:,}, {stop:,})" for start, stop, _ in self._tapes[-8:])
+        state = (
+            f"current state: {'none' if self._current is None else f'{self._current:,}'}; "
+            f"snapshots: {'..., ' if len(stored) > 8 else ''}{shown or 'none'}; "
+            f"tapes: {'..., ' if len(self._tapes) > 8 else ''}{taped or 'none'}; backward at {self._front:,}"
+        )
+        raise PlanError(reason, place=self._place, action=action, state=state)
