@@ -1,0 +1,5 @@
+"""Planners: pure functions from a chain and a knob to a plan. Importing them lets plans be read from JSON."""
+
+from lowtide.planners import hetero, online, revolve, sweep, tiers, uniform
+
+__all__ = ["hetero", "online", "revolve", "sweep", "tiers", "uniform"]

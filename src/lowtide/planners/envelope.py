@@ -1,0 +1,151 @@
+"""The lower convex envelope of the least plain runs, level by level: bounds that are proven, and where to split.
+
+Let c_0 >= c_1 >= ... be how many steps of tape fit beside 0, 1, ... snapshots, and P_i(l) the least plain
+runs for l steps with i snapshots held below (`uniform` has the recurrence). Its Lagrangian dual is
+
+    G_i(mu) = max(c_i * mu, G_i(mu-1) + G_{i+1}(mu)),  0 for mu <= 0,    and    P_i(l) >= mu*l - G_i(mu) for every mu.
+
+The best of these bounds over all real mu is the lower convex envelope of P_i. It is kept here as a
+polygon with whole-numbered corners, and built without ever naming mu. A split costs (1 run for each left
+step) + left + right, so the envelope of "split" is made of the edges of level i, each steeper by 1, and the
+edges of level i+1, sorted by slope. "Tape it whole" is the single point (c_i, 0). The envelope of both is
+the tangent from that point, followed by the rest of the split edges.
+
+The construction needs c_i - c_{i+1} <= 1, which holds because a tape holds its input (tape >= state): then
+the tangent's slope is at most 2, so edges can be made window by window, [1, 2), [2, 3), ... from the window
+before. Corners are attained by actual schedules: each is a sum of corners, or (c_i, 0) itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Ints = NDArray[np.int64]
+
+
+class Envelope:
+    """The envelopes of P_0, P_1, ... for stretches of up to `length` steps."""
+
+    __slots__ = ("_levels",)
+
+    def __init__(self, capacities: Sequence[int], length: int) -> None:
+        self._levels = [_Polygon(steps, runs) for steps, runs in _edges(capacities, length)]
+
+    def least(self, level: int, length: int) -> int:
+        """A proven lower bound on P_level(length): the envelope, rounded up."""
+        return self._levels[level].rounded_up(length)
+
+    def split(self, level: int, length: int) -> int:
+        """The left part for which the bounds of both parts add up to the least.
+
+        Unrounded, that sum is convex in the left part, and least on the interval where the slopes of both
+        parts cross. Rounding up is free where a part ends in a corner, so the interval's ends and the corners
+        in it, of either part, are what is tried.
+        """
+        left_side, right_side = self._levels[level], self._levels[level + 1]
+        lowest = max(1, length - right_side.longest)
+        # The sum rises from j to j+1 by (slope of the left part) + 1 - (slope of the right part).
+        low = _first(lowest, length - 1, lambda j: left_side.steeper_slope(j) >= right_side.slope(length - j - 1))
+        high = _first(low, length - 1, lambda j: left_side.steeper_slope(j) > right_side.slope(length - j - 1))
+        candidates = {low, high, *left_side.corners(low, high)}
+        candidates.update(length - corner for corner in right_side.corners(length - high, length - low))
+        return min(sorted(candidates), key=lambda j: j + left_side.rounded_up(j) + right_side.rounded_up(length - j))
+
+
+class _Polygon:
+    """One level's envelope: its corners, and the slopes of the edges between them."""
+
+    __slots__ = ("_slopes", "_steeper", "_xs", "_ys", "longest")
+
+    def __init__(self, steps: _Ints, runs: _Ints) -> None:
+        self._xs: list[int] = np.cumsum(steps).tolist()
+        self._ys: list[int] = np.cumsum(runs).tolist()
+        self._slopes: list[float] = (runs / steps).tolist()
+        self._steeper: list[float] = ((runs + steps) / steps).tolist()  # slopes + 1, rounded once like the others
+        self.longest = self._xs[-1]
+
+    def rounded_up(self, x: int) -> int:
+        k = bisect_left(self._xs, x)
+        if k == 0:
+            return 0
+        rise, run = self._ys[k] - self._ys[k - 1], self._xs[k] - self._xs[k - 1]
+        return self._ys[k - 1] - (-rise * (x - self._xs[k - 1]) // run)
+
+    def slope(self, x: int) -> float:
+        """Of the edge between x and x+1."""
+        return self._slopes[bisect_right(self._xs, x)]
+
+    def steeper_slope(self, x: int) -> float:
+        """That slope, plus 1; beyond the last corner nothing is steeper."""
+        k = bisect_right(self._xs, x)
+        return self._steeper[k] if k < len(self._steeper) else inf
+
+    def corners(self, low: int, high: int) -> list[int]:
+        """At most four corners in [low, high]: the outermost on either side."""
+        inside = self._xs[bisect_left(self._xs, low) : bisect_right(self._xs, high)]
+        return inside if len(inside) <= 4 else inside[:2] + inside[-2:]
+
+
+def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The least j in [low, high) for which `holds`, which once true stays true; `high` if there is none."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _edges(capacities: Sequence[int], length: int) -> list[tuple[_Ints, _Ints]]:
+    """For each level its edges (steps, plain runs) by rising slope, until the first level reaches `length`.
+
+    Window by window, for all levels: those deep down would take as many windows as the chain has steps to
+    reach its length, and nothing ever asks them for slopes that the first level does not have.
+    """
+    zero = np.zeros(1, dtype=np.int64)
+    latest = [(np.array([capacity], dtype=np.int64), zero) for capacity in capacities]  # slopes in [0, 1)
+    edges = [[window] for window in latest]
+    reached, window = capacities[0], 0
+    while reached < length:
+        window += 1
+        right = (zero[:0], zero[:0])  # the last level can only tape
+        for level in range(len(capacities) - 1, -1, -1):
+            if level < len(capacities) - 1:
+                steps, runs = latest[level]
+                right = _by_slope(np.concatenate([steps, right[0]]), np.concatenate([runs + steps, right[1]]))
+                if window == 1:
+                    right = _tangent(capacities[level], capacities[level + 1], *right)
+            latest[level] = right
+            edges[level].append(right)
+        reached += int(latest[0][0].sum())
+    return [
+        (np.concatenate([steps for steps, _ in level]), np.concatenate([runs for _, runs in level])) for level in edges
+    ]
+
+
+def _by_slope(steps: _Ints, runs: _Ints) -> tuple[_Ints, _Ints]:
+    """Edges by rising slope, parallel ones joined.
+
+    Division is correctly rounded, so equal slopes are equal floats; different ones differ as long as the
+    product of two edges' steps stays below 2**50, far beyond any chain that can be run.
+    """
+    slopes, where = np.unique(runs / steps, return_inverse=True)
+    joined_steps, joined_runs = np.zeros(len(slopes), np.int64), np.zeros(len(slopes), np.int64)
+    np.add.at(joined_steps, where, steps)
+    np.add.at(joined_runs, where, runs)
+    return joined_steps, joined_runs
+
+
+def _tangent(capacity: int, right_capacity: int, steps: _Ints, runs: _Ints) -> tuple[_Ints, _Ints]:
+    """The edges after (capacity, 0), where splitting begins at (right_capacity, 0) with the given edges."""
+    xs, ys = right_capacity + np.cumsum(steps), np.cumsum(runs)
+    beyond = xs > capacity
+    slopes = np.where(beyond, ys / np.where(beyond, xs - capacity, 1), np.inf)
+    touch = int(len(slopes) - 1 - np.argmin(slopes[::-1]))  # the last of equals: one edge, not two in line
+    return (
+        np.concatenate([[xs[touch] - capacity], steps[touch + 1 :]]),
+        np.concatenate([[ys[touch]], runs[touch + 1 :]]),
+    )

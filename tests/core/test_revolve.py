@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
+from lowtide.chain import Chain, StepCost
+from lowtide.errors import InputError
+from lowtide.plan import Knob, Plan
+from lowtide.planners.revolve import Revolve, beta, plain_runs
+from lowtide.simulate import simulate
+
+INFINITE = 10**9
+
+
+@cache
+def recurrence(length: int, slots: int) -> int:
+    """Griewank and Walther's recurrence, evaluated as it stands."""
+    if length == 1:
+        return 0
+    if slots == 0:
+        return INFINITE
+    return min(j + recurrence(j, slots) + recurrence(length - j, slots - 1) for j in range(1, length))
+
+
+@pytest.mark.parametrize(
+    ("length", "slots", "runs"),
+    [
+        (100, 5, 316),
+        (1000, 10, 3636),
+        (1000, 50, 1948),
+        (10**4, 10, 57624),
+        (10**4, 200, 19798),
+        (10**5, 20, 534220),
+        (10**6, 50, 4658945),
+    ],
+)
+def test_published_counts(length: int, slots: int, runs: int) -> None:
+    assert plain_runs(length, slots) == runs
+    plan = Plan.make(Chain.equal(StepCost(1, 1), length), Knob("checkpoints", slots), Revolve(slots))
+    assert plan.bill.plain_runs == plan.bound == runs
+
+
+def test_longest_chains() -> None:
+    assert beta(10, 5) == 3003
+    assert beta(20, 10) == 30045015
+    assert beta(-1, 3) == beta(3, -1) == 0
+
+
+@pytest.mark.parametrize("slots", range(1, 8))
+def test_schedules_reach_the_recurrence(slots: int) -> None:
+    for length in range(1, 70):
+        plan = Plan.make(Chain.equal(StepCost(3, 5), length), Knob("checkpoints", slots), Revolve(slots))
+        bill = simulate(plan)
+        assert bill == plan.bill
+        assert bill.plain_runs == recurrence(length, slots)
+        assert bill.peak_snapshots <= slots
+        assert bill.peak_memory <= slots * 3 + 5
+
+
+def test_golden_order() -> None:
+    expected: list[Action] = [
+        Save(0), Advance(0, 3),
+        Save(3), Advance(3, 4),
+        Tape(4, 5), Backward(4, 5),
+        Restore(3), Drop(3), Tape(3, 4), Backward(3, 4),
+        Restore(0), Advance(0, 1),
+        Save(1), Advance(1, 2),
+        Tape(2, 3), Backward(2, 3),
+        Restore(1), Drop(1), Tape(1, 2), Backward(1, 2),
+        Restore(0), Drop(0), Tape(0, 1), Backward(0, 1),
+    ]  # fmt: skip
+    assert list(Revolve(2).actions(Chain.equal(StepCost(1, 1), 5))) == expected
+
+
+@pytest.mark.parametrize("slots", [0, -1, True, 2.0])
+def test_slots_are_checked(slots: int) -> None:
+    with pytest.raises(InputError, match="checkpoints="):
+        Revolve(slots)
+
+
+def test_agrees_with_checkpoint_schedules() -> None:
+    peer = pytest.importorskip("checkpoint_schedules")
+    for length, slots in [(50, 3), (100, 5), (300, 7), (1000, 10)]:
+        runs = 0
+        for action in peer.MultistageCheckpointSchedule(length, slots, 0):
+            if isinstance(action, peer.Forward):
+                runs += action.n1 - action.n0
+            if isinstance(action, peer.EndReverse):
+                break
+        assert plain_runs(length, slots) == runs - length

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.chain import Chain, StepCost, Working
+from lowtide.errors import InputError
+from lowtide.planners.sweep import Base, Sweep, least_sweep
+from lowtide.simulate import simulate_actions
+from tests.core.strategies import chains
+
+
+@given(
+    st.integers(1, 60), st.integers(1, 70), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)
+)
+def test_base_costs_what_it_promises(length: int, base: int, adv: int, tap: int, back: int, cot: int) -> None:
+    chain = Chain.equal(StepCost(3, 11, 0.5, 0.25, cotangent=cot, working=Working(adv, tap, back)), length)
+    bill = Base(base).bill(chain)
+    assert bill == simulate_actions(chain, Base(base).actions(chain))
+    assert bill.plain_runs == length - ((length - 1) % base + 1)
+    working = max(max(adv, tap) + cot, back)
+    assert bill.peak_memory <= min(base, length) * 11 + -(-length // base) * 3 + working
+
+
+@given(chains(most=12), st.integers(1, 13))
+def test_base_over_unequal_steps(chain: Chain, base: int) -> None:
+    bill = Base(base).bill(chain)
+    assert bill.peak_snapshots == -(-len(chain) // base) - 1
+    assert bill.taping_runs == len(chain)
+
+
+@given(chains(most=8))
+def test_least_sweep_is_the_least_of_all_sweeps(chain: Chain) -> None:
+    """Every way to cut the chain is tried."""
+    length = len(chain)
+    peaks = []
+    for cuts in itertools.product([False, True], repeat=length - 1):
+        bounds = [0, *(k + 1 for k, cut in enumerate(cuts) if cut), length]
+        stretches = tuple(stop - start for start, stop in itertools.pairwise(bounds))
+        peaks.append(Sweep(stretches).bill(chain).peak_memory)
+    assert least_sweep(chain).bill(chain).peak_memory == min(peaks)
+
+
+@pytest.mark.parametrize("stretches", [(), (2, 2), (3, 0), (4,)])
+def test_stretches_make_up_the_chain(stretches: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="do not make up a chain of 3"):
+        Sweep(stretches).actions(Chain.equal(StepCost(1, 1), 3))
+
+
+@pytest.mark.parametrize("base", [0, -2, 1.5, True])
+def test_base_is_checked(base: int) -> None:
+    with pytest.raises(InputError, match="base="):
+        Base(base)
