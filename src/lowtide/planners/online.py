@@ -1,0 +1,122 @@
+"""A chain whose length is not known until it ends: which snapshots to keep while it runs.
+
+The sweep keeps at most s snapshots p_0 = 0 < p_1 < ... and must be ready to be told, after any step, that the
+chain is over. The stretch from p_k to p_{k+1} is then reversed with the s - k slots that are free by its turn,
+so what a set of snapshots will cost at length T is known in closed form:
+
+    T + sum over k of t(p_{k+1} - p_k, s - k)        with p_s = T and Revolve's t
+
+Whenever all slots are taken and the chain goes on, the snapshot is dropped (or the newest state not stored)
+whose loss leaves this sum least. Up to beta(s, 2) - 1 steps that reaches 2T - s, which is what the online
+schedules of Stumm and Walther (2010) reach there and the least possible; beyond, Wang, Moin and Iaccarino's
+(2009) rule of levels bounds how often any one step is repeated, but runs up to 1.47 times the offline optimum
+where this greedy choice stays within 1.17 (docs/decisions/0005-online-snapshots.md has the comparison).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from lowtide.actions import Action, Advance, Drop, Restore, Save
+from lowtide.chain import Chain
+from lowtide.checks import whole_number
+from lowtide.plan import Bill, registered
+from lowtide.planners import splits
+from lowtide.planners.revolve import Revolve, plain_runs
+from lowtide.simulate import simulate_actions
+
+
+def online(slots: int) -> Generator[Action, bool | None, None]:
+    """Actions for a chain of unknown length.
+
+    Send True after an Advance if the chain goes on from the state it reached, False if that was its end; then
+    the actions of the backward follow. After any other action, send None (or call next).
+    """
+    whole_number(slots, "checkpoints", least=1)
+    keeper = _Keeper(slots)
+    length = 0
+    goes_on: bool | None = True
+    while goes_on:
+        dropped = keeper.make_room(length)
+        if dropped is not None:
+            yield Drop(dropped)
+        if keeper.positions[-1] == length:
+            yield Save(length)
+        goes_on = yield Advance(length, length + 1)
+        length += 1
+    rule = Revolve(slots).rule
+    for k, (start, stop) in reversed(list(enumerate(pairwise([*keeper.positions, length])))):
+        yield Restore(start)
+        yield Drop(start)
+        yield from splits.play(rule, start, stop, held=k)
+
+
+class _Keeper:
+    """The snapshots kept so far, and the choice which one to give up."""
+
+    def __init__(self, slots: int) -> None:
+        self.positions: list[int] = []
+        self._slots = slots
+
+    def make_room(self, newest: int) -> int | None:
+        """Take in the state `newest` if that pays; the position given up for it, if there is one.
+
+        Costs are compared as they would be if the chain ended one step further on. Giving up p_i joins the
+        stretches on either side of it, and hands every later stretch one slot more.
+        """
+        positions, slots = self.positions, self._slots
+        if len(positions) < slots:
+            positions.append(newest)
+            return None
+        # Not storing the newest: the last stretch grows by a step. Storing it: its own stretch of one step is free.
+        best, least = None, plain_runs(newest + 1 - positions[-1], 1) - plain_runs(newest - positions[-1], 1)
+        saved_later = 0  # by the stretches after p_i, for having one slot more
+        stop = newest
+        for i in range(slots - 1, 0, -1):
+            before, start = positions[i - 1], positions[i]
+            own, eased = plain_runs(stop - start, slots - i), plain_runs(stop - start, slots - i + 1)
+            joined = plain_runs(stop - before, slots - i + 1) - plain_runs(start - before, slots - i + 1)
+            change = joined - own - saved_later
+            if change <= least:
+                best, least = i, change
+            saved_later += own - eased
+            stop = start
+        if best is None:
+            return None
+        dropped = positions.pop(best)
+        positions.append(newest)
+        return dropped
+
+
+@registered
+@dataclass(frozen=True, slots=True)
+class Online:
+    """What `online` does on a chain that turns out to have the length it has."""
+
+    planner: ClassVar[str] = "online"
+    disk: ClassVar[None] = None
+
+    slots: int
+
+    def actions(self, chain: Chain) -> Iterator[Action]:
+        """See `Schedule`."""
+        generator = online(self.slots)
+        action = next(generator)
+        while True:
+            yield action
+            try:
+                goes_on = isinstance(action, Advance) and action.stop < len(chain)
+                action = generator.send(goes_on)
+            except StopIteration:
+                return
+
+    def bill(self, chain: Chain) -> Bill:
+        """See `Schedule`."""
+        return simulate_actions(chain, self.actions(chain))
+
+    def bound(self, chain: Chain) -> int:
+        """The optimum had the length been known."""
+        return plain_runs(len(chain), self.slots)
