@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.chain import Chain, StepCost, TapeOption, Working
+from lowtide.errors import BudgetError, InputError
+from lowtide.planners import hetero
+from lowtide.planners.choose import choose
+from lowtide.planners.hetero import Hetero
+from lowtide.planners.revolve import plain_runs
+from lowtide.planners.uniform import Uniform
+from lowtide.simulate import simulate
+from tests.core.exhaustive import cheapest
+from tests.core.strategies import chains, in_words_of_search
+
+INFINITE = float("inf")
+
+
+def planned_seconds(chain: Chain, budget: int) -> float:
+    if budget < hetero.least(chain):
+        return INFINITE
+    bill = hetero.fastest(chain, budget).bill(chain)
+    assert bill.peak_memory <= budget
+    return bill.seconds
+
+
+@settings(max_examples=150)
+@given(chains(most=4), st.integers(2, 45))
+def test_no_persistent_schedule_is_faster(chain: Chain, budget: int) -> None:
+    assert planned_seconds(chain, budget) == cheapest(in_words_of_search(chain), budget, persistent=True)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(chains(most=5), st.integers(2, 55))
+def test_no_persistent_schedule_is_faster_on_five_steps(chain: Chain, budget: int) -> None:
+    assert planned_seconds(chain, budget) == cheapest(in_words_of_search(chain), budget, persistent=True)
+
+
+def random_chain(rng: random.Random, length: int) -> Chain:
+    states = [rng.randint(1, 4) for _ in range(length)]
+    return Chain.of(StepCost(a, a + rng.randint(0, 4), float(rng.randint(1, 4)), 0.0) for a in states)
+
+
+def test_the_gap_to_unrestricted_schedules(record_property: Callable[[str, object], None]) -> None:
+    """Schedules that drop something early and make it again can win: how often, and by how much, is printed."""
+    rng = random.Random(7)
+    ratios: list[float] = []
+    while len(ratios) < 250:
+        chain = random_chain(rng, rng.randint(2, 5))
+        budget = rng.randint(2, chain.plain_tape)
+        unrestricted = cheapest(in_words_of_search(chain), budget)
+        if unrestricted < INFINITE:
+            ratios.append(planned_seconds(chain, budget) / unrestricted)
+    equal = sum(ratio == 1.0 for ratio in ratios)
+    record_property(
+        "figure",
+        f"persistent against unrestricted schedules, 2 to 5 unequal steps: equal in {equal} of {len(ratios)}, "
+        f"worst {max(ratios):.3f}x",
+    )
+    assert min(ratios) >= 1.0
+    assert equal >= 0.97 * len(ratios)
+    assert max(ratios) < 1.25
+
+
+@given(chains(most=5))
+def test_the_least_budget_works_and_a_byte_less_does_not(chain: Chain) -> None:
+    least = hetero.least(chain)
+    assert hetero.fastest(chain, least).bill(chain).peak_memory <= least
+    assert cheapest(in_words_of_search(chain), least, persistent=True) < INFINITE
+    assert cheapest(in_words_of_search(chain), least - 1, persistent=True) == INFINITE
+
+
+@settings(max_examples=60)
+@given(chains(most=7), st.integers(0, 30), st.integers(1, 10))
+def test_more_memory_never_takes_longer(chain: Chain, extra: int, step_up: int) -> None:
+    budget = hetero.least(chain) + extra
+    assert planned_seconds(chain, budget + step_up) <= planned_seconds(chain, budget)
+
+
+def network(length: int, seed: int) -> Chain:
+    rng = random.Random(seed)
+    states = [rng.randint(1_000, 100_000) for _ in range(length)]
+    return Chain.of(
+        StepCost(
+            a,
+            a + rng.randint(1_000, 500_000),
+            rng.uniform(0.1, 1.0),
+            rng.uniform(0.2, 2.0),
+            cotangent=a,
+            working=Working(a, a, 2 * a),
+        )
+        for a in states
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.1, 0.4, 1.0])
+def test_coarse_levels_keep_the_budget_and_use_it(share: float) -> None:
+    chain = network(40, seed=3)
+    least = hetero.least(chain)
+    budget = least + int(share * chain.plain_tape)
+    coarse = hetero.fastest(chain, budget, levels=120).bill(chain)
+    fine = hetero.fastest(chain, budget, levels=1500).bill(chain)
+    assert coarse.peak_memory <= budget
+    assert fine.peak_memory <= budget
+    assert coarse.seconds <= fine.seconds * 1.02
+    if share == 1.0:
+        assert fine.plain_runs == 0
+
+
+def test_a_budget_that_rounding_would_miss_is_still_met() -> None:
+    chain = network(25, seed=9)
+    least = hetero.least(chain)
+    plan = hetero.fastest(chain, least, levels=6)
+    assert plan.bill(chain).peak_memory == least
+    # Where a tape is no larger than its state, part of the chain is taped in one go.
+    bare = Chain.of([StepCost(1000 + k, 1000 + k) for k in range(5)])
+    assert hetero.fastest(bare, hetero.least(bare), levels=2).bill(bare).peak_memory == hetero.least(bare)
+
+
+def test_equal_steps_get_no_worse_plan_from_the_planner_for_unequal_ones() -> None:
+    for length, memory in [(12, 9), (20, 12), (30, 11)]:
+        chain = Chain.equal(StepCost(1, 2, 1.0, 0.0), length)
+        bill = hetero.fastest(chain, memory).bill(chain)
+        assert bill.plain_runs == Uniform(memory).bill(chain).plain_runs
+
+
+def test_a_menu_is_used_where_it_pays() -> None:
+    lean = (TapeOption(2, 0.1, "lean"),)
+    chain = Chain.of([StepCost(1, 10, 5.0, 5.0, options=lean), StepCost(1, 11, 5.0, 5.0, options=lean)])
+    assert hetero.fastest(chain, 21).bill(chain).seconds == 20.0
+    one_lean = choose(chain, 13)
+    assert sorted(decision.form for decision in one_lean.decisions()) == ["keep", "lean"]
+    assert one_lean.bill.seconds == pytest.approx(20.1)
+    assert {decision.form for decision in choose(chain, 4).decisions()} == {"lean"}
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 20])
+def test_with_slots_is_the_binomial_optimum_on_equal_costs(slots: int) -> None:
+    for length in (1, 2, 9, 17):
+        chain = Chain.of([StepCost(5, 7 + k % 2) for k in range(length)])
+        schedule = hetero.with_slots(chain, slots)
+        bill = schedule.bill(chain)
+        assert bill.plain_runs == plain_runs(length, slots)
+        assert bill.peak_snapshots <= slots
+
+
+def test_budget_error_names_the_least() -> None:
+    chain = network(10, seed=1)
+    with pytest.raises(BudgetError) as caught:
+        choose(chain, hetero.least(chain) - 1)
+    assert caught.value.least == hetero.least(chain)
+    assert choose(chain, caught.value.least).bill.peak_memory <= caught.value.least
+
+
+@pytest.mark.parametrize("decisions", [(), (0,), (5,), (2, 0, 0)])
+def test_decisions_that_do_not_fit_are_refused(decisions: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="do not fit a chain of 3 steps"):
+        list(Hetero(decisions).actions(Chain.of([StepCost(1, 1), StepCost(1, 2), StepCost(1, 3)])))
+
+
+def test_plans_pass_the_judge() -> None:
+    plan = choose(network(30, seed=5), "20%")
+    assert simulate(plan) == plan.bill
