@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.chain import Chain, Disk, StepCost, TapeOption
+from lowtide.errors import BudgetError, InputError
+from lowtide.planners.choose import choose, least_budget
+from lowtide.planners.frontier import frontier
+from lowtide.planners.hetero import Hetero
+from lowtide.planners.revolve import Revolve
+from lowtide.planners.sweep import Base, Sweep
+from lowtide.planners.tiers import Tiers
+from lowtide.planners.uniform import Uniform
+from lowtide.simulate import simulate
+from tests.core.strategies import chains
+
+EQUAL = Chain.equal(StepCost(4, 10), 100)
+UNEQUAL = Chain.of([StepCost(4, 10 + k) for k in range(10)])
+
+
+def test_each_knob_has_its_planner() -> None:
+    assert choose(EQUAL, 100).schedule == Uniform(100)
+    assert choose(EQUAL, "10%").schedule == Uniform(100)
+    assert choose(EQUAL, checkpoints=3).schedule == Revolve(3)
+    assert choose(EQUAL, base=10).schedule == Base(10)
+    assert isinstance(choose(EQUAL).schedule, Uniform)
+    assert isinstance(choose(EQUAL, 100, disk=Disk(1.0, 1.0)).schedule, Tiers)
+    assert isinstance(choose(UNEQUAL, 60).schedule, Hetero)
+    assert isinstance(choose(UNEQUAL, checkpoints=3).schedule, Hetero)
+    assert choose(UNEQUAL, base=3).schedule == Base(3)
+    assert isinstance(choose(UNEQUAL).schedule, Sweep)
+
+
+def test_two_knobs_are_refused() -> None:
+    with pytest.raises(InputError, match="budget='1MiB' and base=4 are two knobs"):
+        choose(EQUAL, "1MiB", base=4)
+    with pytest.raises(InputError, match="checkpoints=2 and base=4"):
+        choose(EQUAL, checkpoints=2, base=4)
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"checkpoints": 0}, {"checkpoints": 1.0}, {"base": 0}, {"base": True}, {"budget": 1.5}]
+)
+def test_knobs_are_checked(knobs: dict[str, Any]) -> None:
+    (name,) = knobs
+    with pytest.raises(InputError, match=f"{name}="):
+        choose(EQUAL, **knobs)
+
+
+def test_disk_needs_a_budget_and_equal_steps() -> None:
+    with pytest.raises(InputError, match="disk goes with budget="):
+        choose(EQUAL, disk=Disk(1.0, 1.0))
+    with pytest.raises(InputError, match="disk goes with budget="):
+        choose(UNEQUAL, 60, disk=Disk(1.0, 1.0))
+
+
+@pytest.mark.parametrize("chain", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
+def test_budgets_that_cannot_work_name_the_least_that_can(chain: Chain) -> None:
+    least = least_budget(chain)
+    with pytest.raises(BudgetError) as caught:
+        choose(chain, least - 1)
+    assert (caught.value.budget, caught.value.least) == (least - 1, least)
+    assert f"no plan fits budget={least - 1} B: the least that works is {least} B; raise" in str(caught.value)
+    assert choose(chain, least).bill.peak_memory <= least
+
+
+def test_of_a_menu_the_cheapest_form_is_taken_for_all_equal_steps() -> None:
+    lean = (TapeOption(5, 0.01, "lean"),)
+    chain = Chain.equal(StepCost(4, 20, 1.0, 2.0, options=lean), 50)
+    assert choose(chain, 1000).schedule == Uniform(1000, option=0)
+    tight = choose(chain, 250)
+    assert tight.schedule == Uniform(250, option=1)
+    assert tight.bill.seconds == pytest.approx(150 + 50 * 0.01)
+    assert simulate(tight) == tight.bill
+    assert least_budget(chain) == 9
+    assert choose(chain, 9).schedule == Uniform(9, option=1)
+
+
+@given(chains(most=7))
+def test_without_a_knob_no_step_runs_more_than_one_extra_time(chain: Chain) -> None:
+    plan = choose(chain)
+    assert max(decision.plain_runs for decision in plan.decisions()) <= 1
+    assert simulate(plan) == plan.bill
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 300), st.integers(1, 20), st.integers(0, 30))
+def test_the_frontier_falls(length: int, state: int, more: int) -> None:
+    plans = list(frontier(Chain.equal(StepCost(state, state + more), length), points=9))
+    budgets = [plan.knob.value or 0 for plan in plans]
+    times = [plan.bill.seconds for plan in plans]
+    assert budgets == sorted(budgets)
+    assert times == sorted(times, reverse=True)
+    assert plans[-1].bill.plain_runs == 0
+    assert all(plan.bill.peak_memory <= budget for plan, budget in zip(plans, budgets, strict=True))
+
+
+def test_the_frontier_of_unequal_steps_ends_with_everything_kept() -> None:
+    plans = list(frontier(UNEQUAL, points=4))
+    assert plans[0].knob.value == least_budget(UNEQUAL)
+    assert plans[-1].bill.plain_runs == 0
+    with pytest.raises(InputError, match="points=1"):
+        next(frontier(UNEQUAL, points=1))

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
+from lowtide.errors import InputError
+from lowtide.plan import Knob, Plan, Receipt
+from lowtide.planners.choose import choose
+from lowtide.planners.online import Online
+from lowtide.planners.uniform import Uniform
+from lowtide.simulate import simulate
+
+STEP = StepCost(
+    10, 40, 0.5, 1.0, cotangent=10, working=Working(20, 30, 40), options=(TapeOption(20, 0.25, "lean"),), name="cell"
+)
+EQUAL = Chain.equal(STEP, 50)
+UNEQUAL = Chain.of([dataclasses.replace(STEP, tape=40 + k, name=f"layer {k}") for k in range(12)])
+
+PLANS = [
+    choose(EQUAL, 300),
+    choose(EQUAL, "20%"),
+    choose(EQUAL, checkpoints=4),
+    choose(EQUAL, base=7),
+    choose(EQUAL),
+    choose(EQUAL, 100, disk=Disk(0.01, 0.02)),
+    choose(UNEQUAL, 200),
+    choose(UNEQUAL, checkpoints=3),
+    choose(UNEQUAL, base=4),
+    choose(UNEQUAL),
+    Plan.make(EQUAL, Knob("checkpoints", 5), Online(5)),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_a_plan_is_a_value_whose_bill_the_simulation_confirms(plan: Plan) -> None:
+    assert simulate(plan) == plan.bill
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert list(again.actions()) == list(plan.actions())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.knob = Knob("none")  # type: ignore[misc]  # that is the point
+
+
+def test_json_holds_parameters_and_no_actions() -> None:
+    plan = choose(Chain.equal(StepCost(1, 5), 10**6), 60)
+    document = json.loads(plan.to_json())
+    assert document["planner"] == "uniform"
+    assert document["parameters"] == {"memory": 60, "option": 0}
+    assert len(plan.to_json()) < 1000
+
+
+def test_the_text_reads_as_a_report() -> None:
+    text = str(choose(Chain.equal(StepCost(1, 5), 10**6), 60))
+    assert "1,000,000 equal steps, state 1 B, tape 5 B each" in text
+    assert "budget=60 B" in text
+    assert "3,927,077 plain and 1,000,000 taping: 4.927 forward runs per step" in text
+    assert "3,927,077 plain runs are the proven least in this memory; this plan is optimal" in text
+    assert "100.0% of the budget" in text
+    assert "least memory that runs no step more than one extra time" in str(choose(EQUAL))
+    assert "B of disk" in str(choose(EQUAL, 100, disk=Disk(0.01, 0.02)))
+    online = Plan.make(EQUAL, Knob("checkpoints", 5), Online(5))
+    assert f"this plan is {online.bill.plain_runs - (online.bound or 0)} above" in str(online)
+    assert repr(online).startswith("<Plan of 50 steps by online, checkpoints=5: ")
+
+
+def test_unequal_plans_say_what_happens_to_each_step() -> None:
+    plan = choose(UNEQUAL, 200)
+    decisions = plan.decisions()
+    assert [decision.name for decision in decisions] == [f"layer {k}" for k in range(12)]
+    assert sum(decision.plain_runs for decision in decisions) == plan.bill.plain_runs > 0
+    assert any(decision.stored for decision in decisions)
+    assert {decision.form for decision in decisions} <= {"keep", "lean"}
+    assert all(str(decision) in str(plan) for decision in decisions)
+    bare = Chain.of([StepCost(1, 2, options=(TapeOption(1, 0.0),)), StepCost(1, 3, options=(TapeOption(1, 0.0),))])
+    assert str(choose(bare, 2).decisions()[1]).startswith("step 1 ")
+    assert "tape: option 1" in str(choose(bare, 2))
+
+
+def test_a_plan_of_no_time_has_no_time_factor() -> None:
+    assert choose(Chain.equal(StepCost(1, 5, 0.0, 0.0), 10), 20).time_factor == 1.0
+
+
+def _tampered(**changes: object) -> str:
+    return json.dumps(json.loads(choose(EQUAL, 300).to_json()) | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "not JSON"),
+        ("[]", '"lowtide": 1 is missing'),
+        ('{"lowtide": 2}', '"lowtide": 1 is missing'),
+        ('{"lowtide": 1}', "lacks chain, knob, planner, parameters, bill"),
+        (_tampered(planner="magic"), "planner 'magic' is not known here; known are base, hetero"),
+        (_tampered(parameters={"memory": 300, "colour": 1}), "does not have the form.*colour"),
+        (_tampered(chain={"length": 3}), "does not have the form.*steps"),
+        (_tampered(parameters={"memory": 250, "option": 0}), "another version of planner 'uniform'.*plan again"),
+    ],
+)
+def test_json_that_is_not_a_plan_is_refused(text: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        Plan.from_json(text)
+
+
+def test_schedules_that_do_not_fit_the_chain_are_refused() -> None:
+    with pytest.raises(InputError, match="the least that works is 50 B"):
+        Plan.make(EQUAL, Knob("budget", 49), Uniform(49))
+
+
+def test_receipts() -> None:
+    receipt = Receipt(plain_runs=10, taping_runs=5, backward_runs=5, probe_runs=1, peak_memory=2048, seconds=0.25)
+    assert Receipt.from_json(receipt.to_json()) == receipt
+    assert hash(receipt) == hash(Receipt.from_json(receipt.to_json()))
+    assert str(receipt) == (
+        "runs    10 plain, 5 taping, 5 backward, 1 to measure\npeak    2 KiB of memory, 0 B of disk\ntime    0.25 s"
+    )
+    with pytest.raises(InputError, match="lacks receipt"):
+        Receipt.from_json('{"lowtide": 1}')
