@@ -72,7 +72,7 @@ def _tutorial(console: Console) -> None:
     knobs = [
         ("keep everything", choose(chain, "100%")),
         ("base=16", choose(chain, base=16)),
-        ("base=20, about sqrt(400)", choose(chain, base=20)),
+        ("base=20", choose(chain, base=20)),
         ("none", choose(chain)),
         ("checkpoints=10", choose(chain, checkpoints=10)),
         ('budget="5%"', choose(chain, "5%")),
@@ -84,7 +84,7 @@ def _tutorial(console: Console) -> None:
 
 
 def _network(console: Console) -> None:
-    console.rule("A convolutional network in the shape of VGG-16, batch 32: segments against a plan")
+    console.rule("A network in the shape of VGG-16, batch 32")
     chain = vgg16()
     table = Table("schedule", "peak", "of plain", "snapshots", "runs per step", "time")
     cuts = [_equal_count(chain, segments) for segments in range(1, len(chain) + 1)]
@@ -92,12 +92,15 @@ def _network(console: Console) -> None:
     lowest, cut = min(bills, key=lambda entry: entry[0].peak_memory)
     segmented = Plan.make(chain, choose(chain).knob, cut)
     planned = choose(chain, lowest.peak_memory)
-    table.add_row(f"{len(cut.stretches)} segments of equal count, the best", *_figures(segmented, chain))
+    table.add_row(f"{len(cut.stretches)} equal segments", *_figures(segmented, chain))
     table.add_row("planned, same peak", *_figures(planned, chain))
     table.add_row("planned, no knob", *_figures(choose(chain), chain))
     console.print(table)
     extra = (planned.time_factor - 1) / (segmented.time_factor - 1)
-    console.print(f"extra time at the same peak: {extra:.2f}x that of the segments. Layer by layer:")
+    console.print(
+        f"{len(cut.stretches)} is the number of equal segments that peaks lowest. At that peak the plan takes "
+        f"{extra:.2f}x their extra time:"
+    )
     for decision in planned.decisions():
         console.print(Text(f"  {decision}"))
 

@@ -157,7 +157,8 @@ def _stretches_within(chain: Chain, needs: NDArray[np.int64], peak: int) -> tupl
         stops = np.arange(start + 1, length + 1)
         after = held[start] + chain[start].state
         better = (held[start] + needs[start, start + 1 :] <= peak) & (after < held[start + 1 :])
-        better[-1] = held[start] + needs[start, length] <= peak  # nothing is stored after the last stretch
+        # Nothing is stored after the last stretch, and only that one is run once: the longest is the best.
+        better[-1] = before[length] < 0 and held[start] + needs[start, length] <= peak
         held[stops[better]], before[stops[better]] = after, start
     if before[length] < 0:
         return None

@@ -1,0 +1,178 @@
+"""How long planning takes, and what the plans cost, beside checkpoint-schedules and pyrevolve.
+
+Run it with `make bench`. Times are process CPU seconds, best of a few, all in one process; ratios are what counts.
+"""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from functools import partial
+from time import process_time
+from typing import Any
+
+from lowtide.chain import Chain, StepCost, Working
+from lowtide.plan import Knob, Plan
+from lowtide.planners import hetero
+from lowtide.planners.choose import choose
+from lowtide.planners.online import Online
+from lowtide.planners.revolve import Revolve, plain_runs
+from lowtide.planners.uniform import solver
+from lowtide.simulate import simulate
+
+
+def timed(work: Callable[[], Any], repeats: int = 1) -> tuple[float, Any]:
+    """Least CPU seconds of a few runs, and the last result."""
+    best, result = float("inf"), None
+    for _ in range(repeats):
+        began = process_time()
+        result = work()
+        best = min(best, process_time() - began)
+    return best, result
+
+
+def heading(text: str) -> None:
+    print(f"\n{text}\n{'-' * len(text)}", flush=True)
+
+
+def long_rollouts() -> None:
+    heading("A million equal steps: plan, bound, actions")
+    for memory, state, tape in [(60, 1, 5), (1000, 1, 10), (50, 1, 1), (64 * 2**20, 2**16, 320 * 2**10)]:
+        chain = Chain.equal(StepCost(state, tape), 10**6)
+        solver.cache_clear()
+        seconds, plan = timed(partial(choose, chain, memory))
+        played, bill = timed(partial(simulate, plan))
+        assert bill == plan.bill
+        print(
+            f"M={memory:<9,} a={state:<6,} w={tape:<7,}: {plan.bill.plain_runs:>9,} plain runs "
+            f"({plan.bill.plain_runs / 1e6:.3f} per step), {plan.bill.plain_runs - plan.bound} above the bound; "
+            f"planned in {seconds:.2f} s, played in {played:.1f} s"
+        )
+    revolve = Plan.make(Chain.equal(StepCost(1, 1), 10**6), Knob("checkpoints", 20), Revolve(20))
+    played, bill = timed(partial(simulate, revolve))
+    assert bill == revolve.bill
+    print(f"checkpoints=20: {bill.plain_runs:,} plain runs; played in {played:.1f} s")
+    plan = choose(Chain.equal(StepCost(1, 1), 10**6), 50)
+    tracemalloc.start()
+    solver.cache_clear()
+    for _ in plan.actions():
+        pass
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    print(f"memory while making all actions of M=50, a=w=1: {peak / 2**20:.1f} MiB at most")
+
+
+def network(length: int, seed: int = 0) -> Chain:
+    rng = random.Random(seed)
+    states = [rng.randint(1_000, 100_000) for _ in range(length)]
+    return Chain.of(
+        StepCost(a, a + rng.randint(1_000, 500_000), rng.random(), 2 * rng.random(), a, Working(a, a, 2 * a))
+        for a in states
+    )
+
+
+def unequal_chains() -> None:
+    heading(f"Unequal steps, {hetero.LEVELS} memory levels")
+    for length in (50, 100, 200):
+        chain = network(length)
+        least = hetero.least(chain)
+        for share in (0.02, 0.1, 0.4):
+            budget = least + int(share * (chain.plain_tape - least))
+            seconds, plan = timed(partial(choose, chain, budget))
+            print(
+                f"{length:>3} steps, {budget / chain.plain_tape:5.1%} of plain: {plan.time_factor:.3f}x the time, "
+                f"{plan.bill.peak_memory / budget:.1%} of the budget used; planned in {seconds:.2f} s"
+            )
+
+
+def online_lengths() -> None:
+    heading("Unknown length against known length, plain runs")
+    for slots in (5, 10, 20, 50):
+        ratios = []
+        for length in (20, 100, 500, 1000, 5000):
+            runs = Online(slots).bill(Chain.equal(StepCost(1, 1), length)).plain_runs
+            ratios.append(f"{length}: {runs / plain_runs(length, slots):.3f}x")
+        print(f"{slots:>2} slots: {', '.join(ratios)}")
+
+
+def peer_runs(peer: Any, make: Callable[[int, int], Any], length: int, slots: int) -> int:
+    """Forward runs of one of checkpoint-schedules' schedules."""
+    runs = 0
+    for action in make(length, slots):
+        if isinstance(action, peer.Forward):
+            runs += action.n1 - action.n0
+        if isinstance(action, peer.EndReverse):
+            break
+    return runs
+
+
+def ours(length: int, slots: int, *, mixed: bool) -> tuple[float, int]:
+    """CPU seconds and plain runs of planning and making every action."""
+    chain = Chain.equal(StepCost(1, 1), length)
+
+    def work() -> int:
+        solver.cache_clear()
+        plan = choose(chain, slots + 1) if mixed else choose(chain, checkpoints=slots)
+        for _ in plan.actions():
+            pass
+        return plan.bill.plain_runs
+
+    return timed(work, repeats=3)
+
+
+def checkpoint_schedules() -> None:
+    heading("Beside checkpoint-schedules: planning and making every action")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import checkpoint_schedules as peer
+    except ImportError:
+        print("not installed here: pip install checkpoint-schedules")
+        return
+    cases: list[tuple[str, int, int, bool, Callable[[int, int], Any]]] = [
+        ("Multistage", 10_000, 10, False, lambda n, s: peer.MultistageCheckpointSchedule(n, s, 0)),
+        ("Revolve", 300, 20, False, peer.Revolve),
+        ("Revolve", 1000, 50, False, peer.Revolve),
+        ("Mixed", 1000, 10, True, peer.MixedCheckpointSchedule),
+        ("Mixed", 1000, 50, True, peer.MixedCheckpointSchedule),
+    ]
+    for name, length, slots, mixed, make in cases:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs, runs = timed(partial(peer_runs, peer, make, length, slots))
+        seconds, plain = ours(length, slots, mixed=mixed)
+        print(
+            f"{name} n={length:,} s={slots}: theirs {runs - length:,} plain runs in {theirs:.3f} s, "
+            f"ours {plain:,} in {seconds:.3f} s: {theirs / seconds:,.1f}x faster"
+        )
+
+
+def pyrevolve() -> None:
+    heading("Beside pyrevolve (C++): planning and making every action")
+    try:
+        from pyrevolve.schedulers import Action, CRevolve
+    except ImportError:
+        print("not installed here: `make bench` installs it where there is a C++ compiler")
+        return
+
+    def work(length: int, slots: int) -> int:
+        operations = CRevolve(slots, length).oplist
+        return sum(action.capo - action.old_capo for action in operations if action.type == Action.ADVANCE)
+
+    for length, slots in [(1000, 10), (10_000, 10), (100_000, 20)]:
+        theirs, runs = timed(partial(work, length, slots), repeats=3)
+        seconds, plain = ours(length, slots, mixed=False)
+        print(
+            f"n={length:,} s={slots}: theirs {runs:,} plain runs in {theirs:.3f} s, "
+            f"ours {plain:,} in {seconds:.3f} s: {seconds / theirs:.2f}x their time"
+        )
+
+
+if __name__ == "__main__":
+    long_rollouts()
+    unequal_chains()
+    online_lengths()
+    checkpoint_schedules()
+    pyrevolve()
