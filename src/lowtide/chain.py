@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from lowtide.checks import keep_seconds, keep_whole
+from lowtide.checks import MOST_STEPS, keep_seconds, keep_whole
 from lowtide.errors import InputError
 from lowtide.sizes import format_size
 
@@ -55,7 +55,6 @@ class StepCost:
         cotangent: bytes of the gradient of the input state, held while earlier steps run again.
         working: bytes beyond snapshots, tapes and that cotangent while the step runs.
         options: smaller tapes for the same step.
-        name: for reports.
     """
 
     state: int
@@ -65,9 +64,9 @@ class StepCost:
     cotangent: int = 0
     working: Working = Working()
     options: tuple[TapeOption, ...] = ()
-    name: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "options", tuple(self.options))
         keep_whole(self, "state", least=1)
         keep_whole(self, "tape", least=1)
         keep_whole(self, "cotangent", least=0)
@@ -100,20 +99,23 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A row of steps. Make one with `Chain.equal(step, length)` or `Chain.of(steps)`."""
+    """A row of steps. Make one with `Chain.equal(step, length)` or `Chain.of(steps)`; names are for reports."""
 
     steps: tuple[StepCost, ...]
     length: int
+    names: tuple[str, ...] = ()
     # Prefix sums of forward seconds, so that a run over [start, stop) costs one subtraction.
     _forward: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        keep_whole(self, "length", least=1, label="steps")
+        keep_whole(self, "length", least=1, most=MOST_STEPS, label="steps")
         if len(self.steps) not in (1, self.length):
             raise InputError(
                 f"a chain of {self.length:,} steps was given {len(self.steps):,} costs; "
                 "give one cost for each step, or one for all of them"
             )
+        if len(self.names) not in (0, self.length) or not all(isinstance(name, str) for name in self.names):
+            raise InputError(f"a chain of {self.length:,} steps needs as many names, each a str, or none")
         object.__setattr__(self, "_forward", tuple(accumulate((s.forward for s in self.steps), initial=0.0)))
 
     @classmethod
@@ -122,13 +124,17 @@ class Chain:
         return cls((step,), length)
 
     @classmethod
-    def of(cls, steps: Iterable[StepCost]) -> Chain:
-        """Steps that each have a cost of their own; equal neighbours are found and kept once."""
+    def of(cls, steps: Iterable[StepCost], names: Iterable[str] = ()) -> Chain:
+        """Steps that each have a cost of their own; where all are the same, it is kept once."""
         steps = tuple(steps)
         if not steps:
             raise InputError("a chain needs at least one step; got an empty list")
         same = all(step == steps[0] for step in steps)
-        return cls(steps[:1] if same else steps, len(steps))
+        return cls(steps[:1] if same else steps, len(steps), tuple(names))
+
+    def name(self, k: int) -> str:
+        """The name of step k on one line, or its number."""
+        return " ".join(self.names[k].split())[:40] if self.names else f"step {k:,}"
 
     @property
     def is_equal(self) -> bool:

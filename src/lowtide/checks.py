@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import operator
 
 from lowtide.errors import InputError
 
+# Larger numbers are slips of a unit.
+MOST_BYTES = 2**48
+MOST_STEPS = 2**40
+MOST_TOTAL = 2**200
 
-def whole_number(value: int, name: str, *, least: int) -> int:
-    """`value` as an int, refused unless it is a whole number of at least `least`."""
+
+def whole_number(value: int, name: str, *, least: int, most: int | None = None) -> int:
+    """`value` as an int, refused unless it is a whole number from `least` to `most`."""
     if isinstance(value, bool):
         raise InputError(f"{name}={value!r} is a boolean; give a whole number of at least {least:,}")
     try:
@@ -18,8 +22,12 @@ def whole_number(value: int, name: str, *, least: int) -> int:
         raise InputError(
             f"{name}={value!r} is a {type(value).__name__}; give a whole number of at least {least:,}"
         ) from None
+    if number.bit_length() > 256:
+        raise InputError(f"{name} is a number of {number.bit_length():,} bits; give one that fits a computer")
     if number < least:
         raise InputError(f"{name}={number:,} is too small; give a whole number of at least {least:,}")
+    if most is not None and number > most:
+        raise InputError(f"{name}={number:,} is too large; give a whole number of at most {most:,}")
     return number
 
 
@@ -27,14 +35,14 @@ def seconds(value: float, name: str) -> float:
     """`value` as a float, refused unless it is finite and at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name}={value!r} is a {type(value).__name__}; give seconds, 0 or more")
-    if not (math.isfinite(value) and value >= 0):
-        raise InputError(f"{name}={value!r} is not a time; give seconds, 0 or more")
+    if not 0 <= value < 1e100:
+        raise InputError(f"{name} is not a time; give seconds, from 0 to 1e100")
     return float(value)
 
 
-def keep_whole(value: object, field_name: str, *, least: int, label: str = "") -> None:
+def keep_whole(value: object, field_name: str, *, least: int, most: int = MOST_BYTES, label: str = "") -> None:
     """Check a frozen value's field and keep it as an int: numpy's hash alike, but do not go to JSON."""
-    number = whole_number(getattr(value, field_name), label or field_name, least=least)
+    number = whole_number(getattr(value, field_name), label or field_name, least=least, most=most)
     object.__setattr__(value, field_name, number)
 
 

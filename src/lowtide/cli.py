@@ -18,7 +18,7 @@ from rich.table import Table
 
 from lowtide import __version__
 from lowtide.chain import Chain, Disk, StepCost, Working
-from lowtide.errors import BudgetError, InputError
+from lowtide.errors import BudgetError, InputError, LowtideError
 from lowtide.plan import Plan
 from lowtide.planners.choose import choose
 from lowtide.planners.frontier import frontier
@@ -58,8 +58,8 @@ def plan(
     checkpoints: Annotated[int | None, typer.Option(help="At most so many snapshots, and one step of tape.")] = None,
     base: Annotated[int | None, typer.Option(help="A snapshot every so many steps.")] = None,
     working: Annotated[str | None, typer.Option(help="Bytes a step needs while it runs; none by default.")] = None,
-    forward: Annotated[float, typer.Option(help="Seconds of a step's forward, in any unit.")] = 1.0,
-    backward: Annotated[float, typer.Option(help="Seconds of a step's backward, in the same unit.")] = 2.0,
+    forward: Annotated[float | None, typer.Option(help="Seconds of a step's forward; 1 if left out.")] = None,
+    backward: Annotated[float | None, typer.Option(help="Seconds of a step's backward; 2 if left out.")] = None,
     disk_write: Annotated[str | None, typer.Option(help="Let snapshots go to disk: bytes written per second.")] = None,
     disk_read: Annotated[str | None, typer.Option(help="Bytes read per second; as fast as writing by default.")] = None,
     sweep: Annotated[bool, typer.Option(help="Print the memory-time frontier instead of one plan.")] = False,
@@ -68,8 +68,10 @@ def plan(
 ) -> None:
     """Plan a chain on paper and print what it costs; with no knob, the least memory for one extra run of each step."""
     if chain is not None:
-        if steps is not None or state is not None or tape is not None:
-            raise InputError("--chain describes every step; leave out --steps, --state and --tape")
+        if any(given is not None for given in (steps, state, tape, working, forward, backward)):
+            raise InputError(
+                "--chain describes every step; leave out --steps, --state, --tape, --working, --forward and --backward"
+            )
         the_chain = _read_chain(chain)
     else:
         the_chain = _equal_chain(steps, state, tape, working, forward, backward)
@@ -101,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
         app(arguments)
     except BudgetError as error:
         sys.exit(_complain(error, 1))
-    except InputError as error:
+    except (LowtideError, OSError) as error:
         sys.exit(_complain(error, 2))
 
 
@@ -115,7 +117,12 @@ def _stderr() -> Console:
 
 
 def _equal_chain(
-    steps: int | None, state: str | None, tape: str | None, working: str | None, forward: float, backward: float
+    steps: int | None,
+    state: str | None,
+    tape: str | None,
+    working: str | None,
+    forward: float | None,
+    backward: float | None,
 ) -> Chain:
     missing = [f"--{name}" for name, value in (("steps", steps), ("state", state), ("tape", tape)) if value is None]
     if steps is None or state is None or tape is None:
@@ -123,12 +130,12 @@ def _equal_chain(
             f"{', '.join(missing)} missing; give --steps, --state and --tape, or --chain FILE, for example\n"
             "  lowtide plan --steps 1000000 --state 64KiB --tape 320KiB --budget 64MiB"
         )
-    used = parse_size(working, "working") if working is not None else 0
+    used = _size_or_zero(working or 0, "working")
     step = StepCost(
         parse_size(state, "state"),
         parse_size(tape, "tape"),
-        forward,
-        backward,
+        1.0 if forward is None else forward,
+        2.0 if backward is None else backward,
         working=Working(used, used, used),
     )
     return Chain.equal(step, steps)
@@ -139,7 +146,7 @@ def _read_chain(path: Path) -> Chain:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"--chain {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--chain {path} is not JSON: {error}") from error
     known = {"name", "state", "tape", "forward", "backward", "cotangent"}
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -149,14 +156,20 @@ def _read_chain(path: Path) -> Chain:
             raise InputError(
                 f"--chain {path}, step {k}: has {sorted(row)}; needs state and tape, knows {sorted(known)}"
             )
-    return Chain.of(_step(row) for row in rows)
+    names = [row.pop("name", f"step {k:,}") for k, row in enumerate(rows)]
+    return Chain.of([_step(row) for row in rows], names)
 
 
 def _step(row: dict[str, Any]) -> StepCost:
     sizes: dict[str, Any] = {
-        name: parse_size(row[name], name) for name in ("state", "tape", "cotangent") if name in row
+        name: _size_or_zero(row[name], name) for name in ("state", "tape", "cotangent") if name in row
     }
     return StepCost(**(row | sizes))
+
+
+def _size_or_zero(size: int | str, name: str) -> int:
+    """A size that may be 0; where it may not, `StepCost` says so."""
+    return 0 if size in (0, "0") and size is not False else parse_size(size, name)
 
 
 def _disk(write: str | None, read: str | None) -> Disk | None:

@@ -28,8 +28,8 @@ def run(console: Console, output: Path, steps: int) -> None:
 
 
 def _rollout(console: Console, output: Path, steps: int) -> None:
+    chain = Chain.equal(StepCost(64 * 1024, 320 * 1024), steps)
     console.rule(f"A rollout of {steps:,} steps in 64 MiB")
-    chain = Chain.equal(StepCost(64 * 1024, 320 * 1024, name="step"), steps)
     began = perf_counter()
     plan = choose(chain, "64MiB")
     console.print(Text(str(plan)))
@@ -125,23 +125,25 @@ def _equal_count(chain: Chain, segments: int) -> Sweep:
 def vgg16() -> Chain:
     """Thirteen convolutions, each with its ReLU, and five poolings, in bytes and multiply-adds on paper."""
     batch, side, width, float_bytes = 32, 224, 3, 4
-    steps = []
+    steps, names = [], []
     for block, (count, channels) in enumerate([(2, 64), (2, 128), (3, 256), (3, 512), (3, 512)], start=1):
         for k in range(1, count + 1):
             came = batch * width * side**2 * float_bytes
             goes = batch * channels * side**2 * float_bytes
             work = batch * side**2 * width * channels * 9 / 1e12
             # The convolution keeps its input, the ReLU its output, which is the next step's input.
-            steps.append(_layer(f"conv{block}_{k}", came, came, goes, work))
+            steps.append(_layer(came, came, goes, work))
+            names.append(f"conv{block}_{k}")
             width = channels
         came = batch * width * side**2 * float_bytes
         goes = came // 4
         indices = 2 * goes  # eight bytes for each output
-        steps.append(_layer(f"pool{block}", came, came + indices, goes, came / 1e12))
+        steps.append(_layer(came, came + indices, goes, came / 1e12))
+        names.append(f"pool{block}")
         side //= 2
-    return Chain.of(steps)
+    return Chain.of(steps, names)
 
 
-def _layer(name: str, came: int, tape: int, goes: int, work: float) -> StepCost:
+def _layer(came: int, tape: int, goes: int, work: float) -> StepCost:
     working = Working(advance=came + goes, tape=goes, backward=came + goes)
-    return StepCost(came, tape, work, 2 * work, cotangent=came, working=working, name=name)
+    return StepCost(came, tape, work, 2 * work, cotangent=came, working=working)

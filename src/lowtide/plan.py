@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 from lowtide.actions import Action, Advance, Save, Tape
 from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
+from lowtide.checks import MOST_TOTAL, keep_seconds, keep_whole
 from lowtide.errors import InputError
 from lowtide.sizes import format_size
 
@@ -47,6 +49,14 @@ class Bill:
 
 
 @dataclass(frozen=True, slots=True)
+class Bound:
+    """A proven lower bound: no plan `scope` ("with 10 snapshots", say) makes fewer than `runs` plain runs."""
+
+    runs: int
+    scope: str
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """What a run did cost; `probe_runs` are step runs that measured something and were not part of the plan."""
 
@@ -57,6 +67,13 @@ class Receipt:
     peak_memory: int = 0
     peak_disk: int = 0
     seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name == "seconds":
+                keep_seconds(self, field.name)
+            else:
+                keep_whole(self, field.name, least=0, most=MOST_TOTAL)
 
     def __str__(self) -> str:
         runs = f"{self.plain_runs:,} plain, {self.taping_runs:,} taping, {self.backward_runs:,} backward"
@@ -75,7 +92,8 @@ class Receipt:
     @classmethod
     def from_json(cls, text: str) -> Receipt:
         """The receipt that `to_json` wrote."""
-        return cls(**_document(text, "receipt")["receipt"])
+        with _form_of("receipt"):
+            return cls(**_document(text, "receipt")["receipt"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +102,12 @@ class Knob:
 
     name: str
     value: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in ("budget", "checkpoints", "base", "none"):
+            raise InputError(f"there is no knob {self.name!r}; it is budget, checkpoints, base or none")
+        if self.name != "none":
+            keep_whole(self, "value", least=1, most=MOST_TOTAL)
 
     def __str__(self) -> str:
         if self.value is None:
@@ -119,8 +143,8 @@ class Schedule(Protocol):
     def bill(self, chain: Chain) -> Bill:
         """What they will cost; must agree with playing them on paper."""
 
-    def bound(self, chain: Chain) -> int | None:
-        """A proven lower bound on the plain runs of any plan in the same memory, if there is one."""
+    def bound(self, chain: Chain) -> Bound | None:
+        """A proven lower bound on plain runs, if there is one."""
 
     @property
     def disk(self) -> Disk | None:
@@ -161,8 +185,8 @@ class Plan:
         return self.schedule.planner
 
     @property
-    def bound(self) -> int | None:
-        """A proven lower bound on the plain runs in this memory, where the planner has one."""
+    def bound(self) -> Bound | None:
+        """A proven lower bound on plain runs, where the planner has one."""
         return self.schedule.bound(self.chain)
 
     @property
@@ -204,7 +228,7 @@ class Plan:
         steps = (self.chain[k] for k in range(length))
         return [
             StepDecision(
-                step.name or f"step {k:,}",
+                self.chain.name(k),
                 step.state,
                 step.menu[form].tape,
                 plain_runs,
@@ -234,15 +258,19 @@ class Plan:
         yield "planner", self.planner
         bound = self.bound
         if bound is not None:
-            above = bill.plain_runs - bound
-            verdict = "this plan is optimal" if above <= 0 else f"this plan is {above:,} above"
-            yield "bound", f"{bound:,} plain runs are the proven least in this memory; {verdict}"
+            above = bill.plain_runs - bound.runs
+            yield "bound", f"{bound.runs:,} plain runs at least {bound.scope}"
+            yield "", "this plan is optimal" if above == 0 else f"this plan makes {above:,} more"
 
     def to_json(self) -> str:
         """The plan as JSON: the planner and its parameters, never the actions."""
         document = {
             "lowtide": FORMAT,
-            "chain": {"length": self.chain.length, "steps": [dataclasses.asdict(s) for s in self.chain.steps]},
+            "chain": {
+                "length": self.chain.length,
+                "steps": [dataclasses.asdict(step) for step in self.chain.steps],
+                "names": self.chain.names,
+            },
             "knob": dataclasses.asdict(self.knob),
             "planner": self.planner,
             "parameters": dataclasses.asdict(cast(Any, self.schedule)),
@@ -255,21 +283,29 @@ class Plan:
         """The plan that `to_json` wrote; refused if this version would play it differently."""
         document = _document(text, "chain", "knob", "planner", "parameters", "bill")
         name = document["planner"]
-        if name not in _SCHEDULES:
+        if not isinstance(name, str) or name not in _SCHEDULES:
             raise InputError(f"planner {name!r} is not known here; known are {', '.join(sorted(_SCHEDULES))}")
         schedule: Callable[..., Schedule] = _SCHEDULES[name]
-        try:
-            chain = Chain(tuple(_step(s) for s in document["chain"]["steps"]), document["chain"]["length"])
+        with _form_of("plan"):
+            costs = document["chain"]
+            chain = Chain(tuple(map(_step, costs["steps"])), costs["length"], tuple(costs["names"]))
             plan = cls.make(chain, Knob(**document["knob"]), schedule(**_values(document["parameters"])))
             stored = Bill(**document["bill"])
-        except (TypeError, KeyError) as error:
-            raise InputError(f"this plan's JSON does not have the form that Plan.to_json writes: {error}") from error
         if plan.bill != stored:
             raise InputError(
                 f"this plan was made by another version of planner {name!r}: it promised {stored}, "
                 f"and would cost {plan.bill} here; plan again"
             )
         return plan
+
+
+@contextmanager
+def _form_of(what: str) -> Iterator[None]:
+    """Say of JSON whose parts are not what they should be that it is no plan, instead of failing somewhere inside."""
+    try:
+        yield
+    except (TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"this {what}'s JSON does not have the form that to_json writes: {error}") from error
 
 
 def _step(step: dict[str, Any]) -> StepCost:
@@ -291,7 +327,7 @@ def _values(parameters: dict[str, Any]) -> dict[str, Any]:
 def _document(text: str, *keys: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("lowtide") != FORMAT:
         raise InputError(f'not written by this version of Lowtide: "lowtide": {FORMAT} is missing at the top')

@@ -3,7 +3,8 @@
 The rules. The state at step 0 is current when a plan begins; it is the plan's to store like any other. An
 action may use only what is there: Advance, Tape and Save start from the current state, Restore and Drop
 name a stored snapshot, Backward starts where the last one stopped and finds its tapes on top. Nothing runs
-past the point that the backward has reached. At the end the backward is at 0 and nothing is left behind.
+past the point that the backward has reached, nor below a tape that is kept. At the end the backward is at 0 and
+nothing is left behind.
 
 Memory is the snapshots, the tapes, and the working set of the step being run; the cotangent of the state
 that the backward has reached is held from then on. It does not check a budget: compare the bill with it.
@@ -232,7 +233,7 @@ class Ledger:
         if stop > self._front:
             self._refuse(action, f"the backward has reached state {self._front:,} already")
         if self._tapes and start < self._tapes[-1][1]:
-            self._refuse(action, f"steps up to {self._tapes[-1][1]:,} are taped already")
+            self._refuse(action, f"the tape of step {self._tapes[-1][1] - 1:,} is kept: nothing runs below it")
 
     def _cotangent(self) -> int:
         return self._chain[self._front].cotangent if self._front < len(self._chain) else 0

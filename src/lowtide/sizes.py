@@ -55,9 +55,9 @@ def _read(size: int | str, name: str, accepted: str) -> tuple[Fraction, str]:
     if isinstance(size, bool):
         raise InputError(f"{name}={size!r} is a boolean; give {accepted}")
     if isinstance(size, str):
-        match = _NUMBER.fullmatch(size)
+        match = _NUMBER.fullmatch(size) if len(size) <= 80 else None
         if match is None or (match[1] is None and match[2] is None):
-            raise InputError(f"{name}={size!r} is not a size; give {accepted}")
+            raise InputError(f"{name}={size[:80]!r} is not a size; give {accepted}")
         unit = (match[3] or "").lower()
         if unit and unit != "%" and unit not in _UNITS:
             known = ", ".join(["B", *_SPELLED.values()])
@@ -67,9 +67,12 @@ def _read(size: int | str, name: str, accepted: str) -> tuple[Fraction, str]:
             raise InputError(f"{name}={size!r} is not a whole number of bytes; give {accepted}")
         return number, unit
     try:
-        return Fraction(operator.index(size)), ""
+        whole = operator.index(size)
     except TypeError:
         raise InputError(f"{name}={size!r} is a {type(size).__name__}; give {accepted}") from None
+    if whole.bit_length() > 256:
+        raise InputError(f"{name} is a number of {whole.bit_length():,} bits; give {accepted}")
+    return Fraction(whole), ""
 
 
 def _at_least_one(exact: Fraction, given: int | str, name: str, accepted: str) -> int:

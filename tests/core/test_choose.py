@@ -70,7 +70,7 @@ def test_budgets_that_cannot_work_name_the_least_that_can(chain: Chain) -> None:
 
 def test_of_a_menu_the_cheapest_form_is_taken_for_all_equal_steps() -> None:
     lean = (TapeOption(5, 0.01, "lean"),)
-    chain = Chain.equal(StepCost(4, 20, 1.0, 2.0, options=lean), 50)
+    chain = Chain.equal(StepCost(4, 20, 1.0, 2.0, options=lean), 50)  # too long to mix forms along the chain
     assert choose(chain, 1000).schedule == Uniform(1000, option=0)
     tight = choose(chain, 250)
     assert tight.schedule == Uniform(250, option=1)
@@ -78,6 +78,13 @@ def test_of_a_menu_the_cheapest_form_is_taken_for_all_equal_steps() -> None:
     assert simulate(tight) == tight.bill
     assert least_budget(chain) == 9
     assert choose(chain, 9).schedule == Uniform(9, option=1)
+
+
+def test_forms_are_mixed_along_a_short_chain() -> None:
+    chain = Chain.equal(StepCost(1, 10, 5.0, 5.0, options=(TapeOption(2, 1.0, "lean"),)), 4)
+    assert [choose(chain, budget).bill.seconds for budget in (8, 16, 24, 32, 40)] == [44.0, 43.0, 42.0, 41.0, 40.0]
+    assert choose(chain).bill.peak_memory == 4  # two lean tapes, or one beside two states; whole tapes would take 13
+    assert {decision.form for decision in choose(chain).decisions()} == {"lean"}
 
 
 @given(chains(most=7))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -76,6 +77,20 @@ def test_the_least_budget_works_and_a_byte_less_does_not(chain: Chain) -> None:
     assert cheapest(in_words_of_search(chain), least - 1, persistent=True) == INFINITE
 
 
+megabytes = st.sampled_from([1, 2, 1000, 2**20, 2**20 + 1, 2**26, 2**26 + 1])
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(megabytes, megabytes, st.integers(1, 4)), min_size=2, max_size=5), st.floats(0, 1))
+def test_no_persistent_schedule_is_faster_in_megabytes(sizes: list[tuple[int, int, int]], share: float) -> None:
+    """Bytes and megabytes side by side, from the least budget on: nothing is rounded."""
+    chain = Chain.of([StepCost(a, a + more, float(forward), 0.0) for a, more, forward in sizes])
+    least = hetero.least(chain)
+    assert cheapest(in_words_of_search(chain), least - 1, persistent=True) == INFINITE
+    for budget in (least, least + 1, least + int(share * chain.plain_tape)):
+        assert planned_seconds(chain, budget) == cheapest(in_words_of_search(chain), budget, persistent=True)
+
+
 @settings(max_examples=60)
 @given(chains(most=7), st.integers(0, 30), st.integers(1, 10))
 def test_more_memory_never_takes_longer(chain: Chain, extra: int, step_up: int) -> None:
@@ -99,28 +114,42 @@ def network(length: int, seed: int) -> Chain:
     )
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.1, 0.4, 1.0])
-def test_coarse_levels_keep_the_budget_and_use_it(share: float) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.2, 0.6])
+def test_levels_keep_the_budget_and_come_close_to_the_exact_answer(share: float) -> None:
     chain = network(40, seed=3)
     least = hetero.least(chain)
     budget = least + int(share * chain.plain_tape)
-    coarse = hetero.fastest(chain, budget, levels=120).bill(chain)
-    fine = hetero.fastest(chain, budget, levels=1500).bill(chain)
-    assert coarse.peak_memory <= budget
-    assert fine.peak_memory <= budget
-    assert coarse.seconds <= fine.seconds * 1.02
-    if share == 1.0:
-        assert fine.plain_runs == 0
+    exact, levels = hetero.fastest(chain, budget).bill(chain), hetero.by_levels(chain, budget).bill(chain)
+    assert exact.peak_memory <= budget
+    assert levels.peak_memory <= budget
+    assert exact.seconds <= levels.seconds
+    if share:
+        assert levels.seconds <= 1.02 * exact.seconds
 
 
 def test_a_budget_that_rounding_would_miss_is_still_met() -> None:
-    chain = network(25, seed=9)
+    chain = network(60, seed=9)
     least = hetero.least(chain)
-    plan = hetero.fastest(chain, least, levels=6)
-    assert plan.bill(chain).peak_memory == least
+    assert hetero.by_levels(chain, least, levels=6).bill(chain).peak_memory == least
     # Where a tape is no larger than its state, part of the chain is taped in one go.
-    bare = Chain.of([StepCost(1000 + k, 1000 + k) for k in range(5)])
-    assert hetero.fastest(bare, hetero.least(bare), levels=2).bill(bare).peak_memory == hetero.least(bare)
+    bare = Chain.of([StepCost(1000 + k, 1000 + k) for k in range(60)])
+    assert hetero.by_levels(bare, hetero.least(bare), levels=2).bill(bare).peak_memory == hetero.least(bare)
+
+
+@pytest.mark.parametrize("length", [50, 230])
+def test_long_chains(length: int) -> None:
+    """Beyond 48 steps there are levels, beyond 200 neighbours are joined; what fits is kept, to the last byte."""
+    chain = Chain.of([StepCost(1000, 100_000 + 17 * k) for k in range(length)])
+    assert hetero.fastest(chain, chain.plain_tape).bill(chain).plain_runs == 0
+    tight = choose(chain, "15%")
+    assert tight.bill.peak_memory <= 0.15 * chain.plain_tape
+    assert tight.time_factor < 1.33
+    assert simulate(tight) == tight.bill
+
+
+def test_slots_over_a_very_long_chain_count_runs() -> None:
+    chain = Chain.of([StepCost(5, 7 + k % 2) for k in range(300)])
+    assert choose(chain, checkpoints=6).bill.plain_runs == plain_runs(300, 6)
 
 
 def test_equal_steps_get_no_worse_plan_from_the_planner_for_unequal_ones() -> None:
@@ -158,7 +187,15 @@ def test_budget_error_names_the_least() -> None:
     assert choose(chain, caught.value.least).bill.peak_memory <= caught.value.least
 
 
-@pytest.mark.parametrize("decisions", [(), (0,), (5,), (2, 0, 0)])
+def test_more_memory_never_takes_longer_on_a_network() -> None:
+    chain = network(30, seed=2)
+    least = hetero.least(chain)
+    budgets = [least + k * chain.plain_tape // 150 for k in range(150)]
+    seconds = [hetero.fastest(chain, budget).bill(chain).seconds for budget in budgets]
+    assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(seconds))
+
+
+@pytest.mark.parametrize("decisions", [(), (0,), (5,), (2, 0, 0), (0, 0, 0, 0)])
 def test_decisions_that_do_not_fit_are_refused(decisions: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="do not fit a chain of 3 steps"):
         list(Hetero(decisions).actions(Chain.of([StepCost(1, 1), StepCost(1, 2), StepCost(1, 3)])))

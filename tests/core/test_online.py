@@ -94,7 +94,9 @@ def test_within_a_fifth_for_every_number_of_slots(slots: int) -> None:
 
 def test_as_a_schedule() -> None:
     plan = Plan.make(Chain.equal(StepCost(1, 1), 100), Knob("checkpoints", 5), Online(5))
-    assert plan.bound == plain_runs(100, 5) <= plan.bill.plain_runs
+    assert plan.bound is not None
+    assert plan.bound.runs == plain_runs(100, 5) <= plan.bill.plain_runs
+    assert plan.bound.scope.endswith("had the length been known")
 
 
 def test_slots_are_checked() -> None:

@@ -10,14 +10,13 @@ from lowtide.errors import InputError
 from lowtide.plan import Knob, Plan, Receipt
 from lowtide.planners.choose import choose
 from lowtide.planners.online import Online
+from lowtide.planners.tiers import Tiers
 from lowtide.planners.uniform import Uniform
 from lowtide.simulate import simulate
 
-STEP = StepCost(
-    10, 40, 0.5, 1.0, cotangent=10, working=Working(20, 30, 40), options=(TapeOption(20, 0.25, "lean"),), name="cell"
-)
+STEP = StepCost(10, 40, 0.5, 1.0, cotangent=10, working=Working(20, 30, 40), options=(TapeOption(20, 0.25, "lean"),))
 EQUAL = Chain.equal(STEP, 50)
-UNEQUAL = Chain.of([dataclasses.replace(STEP, tape=40 + k, name=f"layer {k}") for k in range(12)])
+UNEQUAL = Chain.of([dataclasses.replace(STEP, tape=40 + k) for k in range(12)], [f"layer {k}" for k in range(12)])
 
 PLANS = [
     choose(EQUAL, 300),
@@ -49,7 +48,7 @@ def test_json_holds_parameters_and_no_actions() -> None:
     plan = choose(Chain.equal(StepCost(1, 5), 10**6), 60)
     document = json.loads(plan.to_json())
     assert document["planner"] == "uniform"
-    assert document["parameters"] == {"memory": 60, "option": 0}
+    assert document["parameters"] == {"memory": 60, "option": 0, "slots": None}
     assert len(plan.to_json()) < 1000
 
 
@@ -58,12 +57,13 @@ def test_the_text_reads_as_a_report() -> None:
     assert "1,000,000 equal steps, state 1 B, tape 5 B each" in text
     assert "budget=60 B" in text
     assert "3,927,077 plain and 1,000,000 taping: 4.927 forward runs per step" in text
-    assert "3,927,077 plain runs are the proven least in this memory; this plan is optimal" in text
+    assert "3,927,077 plain runs at least with 60 B of snapshots and tape\n          this plan is optimal" in text
     assert "100.0% of the budget" in text
     assert "least memory that runs no step more than one extra time" in str(choose(EQUAL))
     assert "B of disk" in str(choose(EQUAL, 100, disk=Disk(0.01, 0.02)))
     online = Plan.make(EQUAL, Knob("checkpoints", 5), Online(5))
-    assert f"this plan is {online.bill.plain_runs - (online.bound or 0)} above" in str(online)
+    assert online.bound is not None
+    assert f"this plan makes {online.bill.plain_runs - online.bound.runs} more" in str(online)
     assert repr(online).startswith("<Plan of 50 steps by online, checkpoints=5: ")
 
 
@@ -84,6 +84,10 @@ def test_a_plan_of_no_time_has_no_time_factor() -> None:
     assert choose(Chain.equal(StepCost(1, 5, 0.0, 0.0), 10), 20).time_factor == 1.0
 
 
+DISK = {"write": 1, "read": 1}
+BILL = json.loads(choose(EQUAL, 300).to_json())["bill"]
+
+
 def _tampered(**changes: object) -> str:
     return json.dumps(json.loads(choose(EQUAL, 300).to_json()) | changes)
 
@@ -98,15 +102,38 @@ def _tampered(**changes: object) -> str:
         (_tampered(planner="magic"), "planner 'magic' is not known here; known are base, hetero"),
         (_tampered(parameters={"memory": 300, "colour": 1}), "does not have the form.*colour"),
         (_tampered(chain={"length": 3}), "does not have the form.*steps"),
-        (_tampered(parameters={"memory": 250, "option": 0}), "another version of planner 'uniform'.*plan again"),
+        (_tampered(bill=BILL | {"plain_runs": 7}), "another version of planner 'uniform'.*plan again"),
+        (_tampered(planner=[1]), r"planner \[1\] is not known"),
+        (_tampered(parameters=[1]), "does not have the form"),
+        (_tampered(parameters=None), "does not have the form"),
+        (_tampered(parameters={"memory": 250, "option": 99}), "option=99 is not on a menu of 2 entries"),
+        (_tampered(parameters={"memory": 250, "option": -1}), "option=-1 is too small"),
+        (_tampered(parameters={"memory": 10**70}), "memory=.*too large"),
+        (_tampered(planner="tiers", parameters={"memory": 250, "disk": 5}), "disk=5 is a int; give a Disk"),
+        (
+            _tampered(planner="tiers", parameters={"memory": 250, "disk": {"write": 1, "read": 1}, "period": -1}),
+            "period=-1",
+        ),
+        (_tampered(planner="hetero", parameters={"decisions": [0] * 51}), "51 decisions do not fit"),
+        (_tampered(planner="hetero", parameters={"decisions": ["x"]}), "1 decisions do not fit"),
+        (_tampered(knob={"name": "magic", "value": 1}), "there is no knob 'magic'"),
+        (_tampered(knob={"name": "budget", "value": "x"}), "value='x' is a str"),
+        (_tampered(chain={"length": 1, "steps": [], "names": []}), "a chain of 1 steps was given 0 costs"),
+        ("[" * 100_000, "not JSON"),
+        (None, "not JSON"),
+        (b"\xff\xfe\xff", "not JSON"),
+        ('{"lowtide": ' + "1" * 5000 + "}", "not JSON"),
     ],
 )
 def test_json_that_is_not_a_plan_is_refused(text: str, why: str) -> None:
-    with pytest.raises(InputError, match=why):
+    with pytest.raises(InputError, match=f"(?s){why}"):
         Plan.from_json(text)
 
 
 def test_schedules_that_do_not_fit_the_chain_are_refused() -> None:
+    for schedule in (Uniform(100), Tiers(100, Disk(1.0, 1.0))):
+        with pytest.raises(InputError, match="this planner is for equal steps"):
+            Plan.make(UNEQUAL, Knob("budget", 100), schedule)
     with pytest.raises(InputError, match="the least that works is 50 B"):
         Plan.make(EQUAL, Knob("budget", 49), Uniform(49))
 
@@ -120,3 +147,9 @@ def test_receipts() -> None:
     )
     with pytest.raises(InputError, match="lacks receipt"):
         Receipt.from_json('{"lowtide": 1}')
+    with pytest.raises(InputError, match=r"does not have the form.*colour"):
+        Receipt.from_json('{"lowtide": 1, "receipt": {"colour": 1}}')
+    with pytest.raises(InputError, match="does not have the form"):
+        Receipt.from_json('{"lowtide": 1, "receipt": 5}')
+    with pytest.raises(InputError, match="plain_runs='x'"):
+        Receipt.from_json('{"lowtide": 1, "receipt": {"plain_runs": "x"}}')

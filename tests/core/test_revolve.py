@@ -5,11 +5,11 @@ from functools import cache
 import pytest
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
-from lowtide.chain import Chain, StepCost
+from lowtide.chain import Chain, StepCost, Working
 from lowtide.errors import InputError
-from lowtide.plan import Knob, Plan
+from lowtide.plan import Bound, Knob, Plan
 from lowtide.planners.revolve import Revolve, beta, plain_runs
-from lowtide.simulate import simulate
+from lowtide.simulate import simulate, simulate_actions
 
 INFINITE = 10**9
 
@@ -39,7 +39,8 @@ def recurrence(length: int, slots: int) -> int:
 def test_published_counts(length: int, slots: int, runs: int) -> None:
     assert plain_runs(length, slots) == runs
     plan = Plan.make(Chain.equal(StepCost(1, 1), length), Knob("checkpoints", slots), Revolve(slots))
-    assert plan.bill.plain_runs == plan.bound == runs
+    assert plan.bill.plain_runs == runs
+    assert plan.bound == Bound(runs, f"with {slots:,} snapshots and one step of tape")
 
 
 def test_longest_chains() -> None:
@@ -72,6 +73,23 @@ def test_golden_order() -> None:
         Restore(0), Drop(0), Tape(0, 1), Backward(0, 1),
     ]  # fmt: skip
     assert list(Revolve(2).actions(Chain.equal(StepCost(1, 1), 5))) == expected
+
+
+@pytest.mark.parametrize("slots", [1, 10**5, 10**6, 10**7])
+def test_as_many_stretches_as_steps_have_a_closed_form(slots: int) -> None:
+    chain = Chain.equal(StepCost(2, 3, cotangent=2, working=Working(1, 5, 4)), 10**6)
+    bill = Revolve(slots).bill(chain)
+    assert bill.plain_runs == plain_runs(10**6, slots)
+    short = Chain.equal(chain[0], 40)
+    for few in (1, 38, 39, 40, 50):
+        assert simulate_actions(short, Revolve(few).actions(short)) == Revolve(few).bill(short)
+
+
+def test_over_unequal_steps_the_bill_is_played() -> None:
+    chain = Chain.of([StepCost(1, 1), StepCost(5, 9), StepCost(1, 3)])
+    plan = Plan.make(chain, Knob("checkpoints", 2), Revolve(2))
+    assert plan.bill == simulate(plan)
+    assert plan.bill.peak_memory == 10
 
 
 @pytest.mark.parametrize("slots", [0, -1, True, 2.0])

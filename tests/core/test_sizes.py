@@ -57,6 +57,8 @@ def test_sizes_as_people_write_them(text: int | str, size: int) -> None:
         ("0MiB", "less than one byte"),
         ("0.0001KiB", "less than one byte"),
         (-5, "less than one byte"),
+        ("9" * 5000, "not a size"),
+        pytest.param(10**5000, "is a number of 16,610 bits", id="5001 digits"),
         (1.5, "is a float"),
         (64.0, "is a float"),
         (float("nan"), "is a float"),
@@ -69,7 +71,7 @@ def test_sizes_as_people_write_them(text: int | str, size: int) -> None:
 def test_nonsense_is_refused_with_the_accepted_forms(size: object, why: str) -> None:
     with pytest.raises(InputError) as caught:
         parse_size(size, "state")  # type: ignore[arg-type]  # that is the point
-    assert "state=" in str(caught.value)
+    assert "state" in str(caught.value)
     assert why in str(caught.value)
     assert '"64MiB"' in str(caught.value)
     assert isinstance(caught.value, ValueError)

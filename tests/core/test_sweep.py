@@ -30,17 +30,25 @@ def test_base_over_unequal_steps(chain: Chain, base: int) -> None:
     bill = Base(base).bill(chain)
     assert bill.peak_snapshots == -(-len(chain) // base) - 1
     assert bill.taping_runs == len(chain)
+    steps = [chain[k] for k in range(len(chain))]
+    stretches = [steps[start : start + base] for start in range(0, len(chain), base)]
+    working = max(max(s.working.advance, s.working.tape, s.working.backward) for s in steps)
+    tapes = max(sum(s.tape for s in stretch) for stretch in stretches)
+    starts = sum(stretch[0].state for stretch in stretches)
+    assert tapes <= bill.peak_memory <= tapes + starts + working + max(s.cotangent for s in steps)
 
 
 @given(chains(most=8))
 def test_least_sweep_is_the_least_of_all_sweeps(chain: Chain) -> None:
     """Every way to cut the chain is tried."""
     length = len(chain)
+    menus = [[option.tape for option in chain[k].menu] for k in range(length)]
+    smallest = tuple(menu.index(min(menu)) for menu in menus)
     peaks = []
     for cuts in itertools.product([False, True], repeat=length - 1):
         bounds = [0, *(k + 1 for k, cut in enumerate(cuts) if cut), length]
         stretches = tuple(stop - start for start, stop in itertools.pairwise(bounds))
-        peaks.append(Sweep(stretches).bill(chain).peak_memory)
+        peaks.append(Sweep(stretches, smallest).bill(chain).peak_memory)
     assert least_sweep(chain).bill(chain).peak_memory == min(peaks)
 
 
@@ -48,6 +56,11 @@ def test_least_sweep_is_the_least_of_all_sweeps(chain: Chain) -> None:
 def test_stretches_make_up_the_chain(stretches: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="do not make up a chain of 3"):
         Sweep(stretches).actions(Chain.equal(StepCost(1, 1), 3))
+
+
+def test_every_step_has_a_form() -> None:
+    with pytest.raises(InputError, match="2 forms of tape were given for a chain of 3 steps"):
+        Sweep((3,), (0, 0)).actions(Chain.equal(StepCost(1, 1), 3))
 
 
 @pytest.mark.parametrize("base", [0, -2, 1.5, True])

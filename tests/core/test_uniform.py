@@ -11,15 +11,21 @@ from hypothesis import strategies as st
 from lowtide.chain import Chain, StepCost, Working
 from lowtide.errors import BudgetError
 from lowtide.plan import Knob, Plan
-from lowtide.planners.choose import choose
+from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.revolve import plain_runs
 from lowtide.planners.uniform import Uniform, capacities, least_memory, one_sweep_memory
 from lowtide.simulate import simulate
 from tests.core.exhaustive import Step, cheapest
+from tests.core.strategies import in_words_of_search
 
 
 def planned(length: int, memory: int, state: int, tape: int) -> Plan:
     return Plan.make(Chain.equal(StepCost(state, tape), length), Knob("budget", memory), Uniform(memory))
+
+
+def bound(plan: Plan) -> int:
+    assert plan.bound is not None
+    return plan.bound.runs
 
 
 def recurrence(length: int, memory: int, state: int, tape: int) -> list[int]:
@@ -44,7 +50,7 @@ def recurrence(length: int, memory: int, state: int, tape: int) -> list[int]:
 def test_published_counts_with_tape(length: int, memory: int, runs: int) -> None:
     plan = planned(length, memory, 1, 1)
     assert plan.bill.plain_runs == runs
-    assert plan.bound == runs
+    assert bound(plan) == runs
 
 
 @pytest.mark.parametrize(
@@ -65,8 +71,7 @@ SHAPES = [(60, 1, 5), (1000, 1, 10), (50, 1, 1), (200, 7, 9), (3000, 1, 100), (1
 @pytest.mark.parametrize(("memory", "state", "tape"), SHAPES)
 def test_long_chains_are_within_two_runs_of_the_bound(length: int, memory: int, state: int, tape: int) -> None:
     plan = planned(length, memory, state, tape)
-    assert plan.bound is not None
-    assert plan.bound <= plan.bill.plain_runs <= plan.bound + 2
+    assert bound(plan) <= plan.bill.plain_runs <= bound(plan) + 2
     assert plan.bill.peak_memory <= memory
 
 
@@ -92,8 +97,7 @@ def test_equals_the_recurrence(state: int, more: int, extra: int, length: int) -
     memory = least_memory(state, tape, length) + extra
     plan = planned(length, memory, state, tape)
     assert plan.bill.plain_runs == recurrence(length, memory, state, tape)[length]
-    assert plan.bound is not None
-    assert plan.bound <= plan.bill.plain_runs
+    assert bound(plan) <= plan.bill.plain_runs
     assert plan.bill.peak_memory <= memory
     assert simulate(plan) == plan.bill
 
@@ -123,9 +127,7 @@ def test_more_memory_never_costs_more_runs(state: int, more: int, extra: int, st
     memory = least_memory(state, tape, length) + extra
     small, large = planned(length, memory, state, tape), planned(length, memory + step_up, state, tape)
     assert large.bill.plain_runs <= small.bill.plain_runs
-    assert small.bound is not None
-    assert large.bound is not None
-    assert large.bound <= small.bound
+    assert bound(large) <= bound(small)
 
 
 def test_the_whole_frontier_of_a_rollout_falls() -> None:
@@ -181,6 +183,41 @@ def test_the_budget_includes_the_working_set() -> None:
     assert plan.schedule == Uniform(100)
     assert plan.bill.peak_memory <= 145
     assert simulate(plan) == plan.bill
+
+
+def test_room_to_run_limits_the_snapshots_and_not_the_tape() -> None:
+    step = StepCost(1, 2, 1.0, 0.0, working=Working(advance=6))
+    assert choose(Chain.equal(step, 5), 10).bill.plain_runs == 0  # five tapes, and nothing is run without tape
+    tight = choose(Chain.equal(step, 60), 11)
+    assert tight.schedule == Uniform(11, slots=5)
+    assert tight.bill.peak_memory <= 11
+    assert tight.bound is not None
+    assert tight.bound.scope == "with 11 B of snapshots and tape and 5 snapshots"
+    assert choose(Chain.equal(StepCost(10, 100, working=Working(advance=1000)), 1), 100).bill.peak_memory == 100
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 3), st.integers(0, 2), *[st.integers(0, 3)] * 4, st.integers(1, 5), st.integers(1, 16))
+def test_no_schedule_is_faster_whatever_the_working_set(
+    state: int, more: int, advance: int, tape: int, backward: int, cotangent: int, length: int, budget: int
+) -> None:
+    step = StepCost(state, state + more, 1.0, 0.0, cotangent=cotangent, working=Working(advance, tape, backward))
+    chain = Chain.equal(step, length)
+    least = cheapest(in_words_of_search(chain), budget)
+    if budget < least_budget(chain):
+        assert least == float("inf")
+    else:
+        assert choose(chain, budget).bill.seconds == least
+
+
+def test_budgets_beyond_everything_are_no_trouble() -> None:
+    chain = Chain.equal(StepCost(2**48, 2**48), 10**6)
+    assert choose(chain, 10**30).bill.plain_runs == 0
+    tight = choose(chain, 2**60)
+    assert tight.bill.peak_memory <= 2**60
+    short = choose(Chain.equal(StepCost(2**48, 2**48), 3000), base=1)
+    assert simulate(short) == short.bill
+    assert choose(Chain.equal(StepCost(2**48, 2**48), 10**9), base=1).bill.plain_runs == 10**9 - 1
 
 
 @pytest.mark.slow

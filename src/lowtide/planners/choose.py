@@ -6,15 +6,15 @@ or none, which asks for the least memory that runs no step more than one extra t
 
 from __future__ import annotations
 
-from lowtide.chain import Chain, Disk
+from lowtide.chain import Chain, Disk, StepCost
 from lowtide.checks import whole_number
 from lowtide.errors import BudgetError, InputError
-from lowtide.plan import Knob, Plan
+from lowtide.plan import Knob, Plan, Schedule
 from lowtide.planners import hetero
 from lowtide.planners.revolve import Revolve
 from lowtide.planners.sweep import Base, least_sweep
 from lowtide.planners.tiers import two_tiers
-from lowtide.planners.uniform import Uniform, least_memory, one_sweep_memory, working_set
+from lowtide.planners.uniform import Uniform, one_sweep_memory, uniform_least, uniform_within
 from lowtide.sizes import parse_budget
 
 
@@ -49,24 +49,32 @@ def choose(
         return _within(chain, parse_budget(budget, chain.plain_tape), disk)
     if checkpoints is not None:
         slots = whole_number(checkpoints, "checkpoints", least=1)
-        schedule = Revolve(slots) if chain.is_equal else hetero.with_slots(chain, slots)
+        schedule: Schedule = Revolve(slots) if chain.is_equal else hetero.with_slots(chain, slots)
         return Plan.make(chain, Knob("checkpoints", slots), schedule)
     if base is not None:
         every = whole_number(base, "base", least=1)
         return Plan.make(chain, Knob("base", every), Base(every))
     if not chain.is_equal:
         return Plan.make(chain, Knob("none"), least_sweep(chain))
-    step = chain[0]
-    return Plan.make(chain, Knob("none"), Uniform(one_sweep_memory(step.state, step.tape, len(chain))))
+    step, length = chain[0], len(chain)
+    memories = [one_sweep_memory(step.state, entry.tape, length) for entry in step.menu]
+    option = min(range(len(memories)), key=memories.__getitem__)
+    return Plan.make(chain, Knob("none"), Uniform(memories[option], option))
 
 
 def least_budget(chain: Chain, disk: Disk | None = None) -> int:
     """The smallest `budget` for which `choose` finds a plan."""
     if not chain.is_equal:
         return hetero.least(chain)
-    step = chain[0]
-    smallest = min(option.tape for option in step.menu)
-    return working_set(step) + (least_memory(step.state, smallest, len(chain)) if disk is None else smallest)
+    if disk is not None:
+        return working_set(chain[0]) + chain[0].tape
+    least = uniform_least(chain[0], len(chain))
+    return min(least, hetero.least(chain)) if _is_short_and_uneven(chain) else least
+
+
+def working_set(step: StepCost) -> int:
+    """Bytes beyond snapshots and tape at the worst moment of one step."""
+    return max(max(step.working.advance, step.working.tape) + step.cotangent, step.working.backward)
 
 
 def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
@@ -77,13 +85,18 @@ def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
     knob = Knob("budget", budget)
     if not chain.is_equal:
         return Plan.make(chain, knob, hetero.fastest(chain, budget))
-    step, length = chain[0], len(chain)
-    memory = budget - working_set(step)
     if disk is not None:
-        return Plan.make(chain, knob, two_tiers(chain, memory, disk))
-    plans = [
-        Plan.make(chain, knob, Uniform(memory, option))
-        for option, entry in enumerate(step.menu)
-        if memory >= least_memory(step.state, entry.tape, length)
-    ]
+        return Plan.make(chain, knob, two_tiers(chain, budget - working_set(chain[0]), disk))
+    plans = [Plan.make(chain, knob, schedule) for schedule in uniform_within(chain, budget)]
+    if _is_short_and_uneven(chain):
+        plans.append(Plan.make(chain, knob, hetero.fastest(chain, budget)))
     return min(plans, key=lambda plan: plan.bill.seconds)
+
+
+def _is_short_and_uneven(chain: Chain) -> bool:
+    """Whether the exact planner for unequal steps may find more in a chain of equal ones.
+
+    It can mix forms of tape along the chain, and knows that there is no cotangent before the first backward.
+    """
+    step = chain[0]
+    return len(chain) <= hetero.EXACT_STEPS and bool(step.options or step.cotangent)

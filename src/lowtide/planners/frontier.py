@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from lowtide.chain import Chain, Disk
 from lowtide.checks import whole_number
 from lowtide.plan import Plan
-from lowtide.planners.choose import choose, least_budget
-from lowtide.planners.uniform import working_set
+from lowtide.planners.choose import choose, least_budget, working_set
 
 
 def frontier(chain: Chain, points: int = 16, disk: Disk | None = None) -> Iterator[Plan]:

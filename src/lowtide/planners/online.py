@@ -22,8 +22,8 @@ from typing import ClassVar
 
 from lowtide.actions import Action, Advance, Drop, Restore, Save
 from lowtide.chain import Chain
-from lowtide.checks import whole_number
-from lowtide.plan import Bill, registered
+from lowtide.checks import MOST_TOTAL, keep_whole, whole_number
+from lowtide.plan import Bill, Bound, registered
 from lowtide.planners import splits
 from lowtide.planners.revolve import Revolve, plain_runs
 from lowtide.simulate import simulate_actions
@@ -101,6 +101,9 @@ class Online:
 
     slots: int
 
+    def __post_init__(self) -> None:
+        keep_whole(self, "slots", least=1, most=MOST_TOTAL, label="checkpoints")
+
     def actions(self, chain: Chain) -> Iterator[Action]:
         """See `Schedule`."""
         generator = online(self.slots)
@@ -117,6 +120,7 @@ class Online:
         """See `Schedule`."""
         return simulate_actions(chain, self.actions(chain))
 
-    def bound(self, chain: Chain) -> int:
+    def bound(self, chain: Chain) -> Bound:
         """The optimum had the length been known."""
-        return plain_runs(len(chain), self.slots)
+        scope = f"with {self.slots:,} snapshots and one step of tape, had the length been known"
+        return Bound(plain_runs(len(chain), self.slots), scope)

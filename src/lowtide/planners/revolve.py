@@ -19,9 +19,12 @@ from typing import ClassVar
 
 from lowtide.actions import Action, Tier
 from lowtide.chain import Chain
-from lowtide.checks import whole_number
-from lowtide.plan import Bill, registered
+from lowtide.checks import MOST_TOTAL, keep_whole
+from lowtide.plan import Bill, Bound, registered
 from lowtide.planners import splits
+from lowtide.planners.sweep import Base
+from lowtide.planners.uniform import OneSlot
+from lowtide.simulate import simulate_actions
 
 
 def beta(slots: int, repeats: int) -> int:
@@ -79,7 +82,7 @@ class Revolve:
     slots: int
 
     def __post_init__(self) -> None:
-        whole_number(self.slots, "checkpoints", least=1)
+        keep_whole(self, "slots", least=1, most=MOST_TOTAL, label="checkpoints")
 
     def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
         """See `splits.Rule`."""
@@ -90,9 +93,14 @@ class Revolve:
         return splits.play(self.rule, 0, len(chain))
 
     def bill(self, chain: Chain) -> Bill:
-        """See `Schedule`."""
-        return splits.bill(self.rule, chain)
+        """See `Schedule`; in closed form where the stretches would be as many as the steps."""
+        length = len(chain)
+        if not chain.is_equal:
+            return simulate_actions(chain, self.actions(chain))
+        if self.slots >= length - 1:
+            return Base(1).bill(chain)
+        return OneSlot((1, 1)).bill(chain, 0) if self.slots == 1 else splits.bill(self.rule, chain)
 
-    def bound(self, chain: Chain) -> int:
+    def bound(self, chain: Chain) -> Bound:
         """The optimum itself."""
-        return plain_runs(len(chain), self.slots)
+        return Bound(plain_runs(len(chain), self.slots), f"with {self.slots:,} snapshots and one step of tape")

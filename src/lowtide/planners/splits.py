@@ -13,12 +13,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape, Tier
-from lowtide.chain import Chain, Disk
+from lowtide.chain import Chain, Disk, StepCost
+from lowtide.errors import InputError
 from lowtide.plan import Bill
 
 # (length, snapshots held in memory below, where the start is stored) -> (steps to advance, tier for the start);
 # 0 steps to advance means: tape the stretch whole.
 Rule = Callable[[int, int, Tier | None], tuple[int, Tier]]
+
+
+def equal_step(chain: Chain) -> StepCost:
+    """The step of a chain of equal steps, which is what rules are for."""
+    if not chain.is_equal:
+        raise InputError(f"this planner is for equal steps; {chain}: use the planners for unequal ones")
+    return chain[0]
 
 
 def play(rule: Rule, start: int, stop: int, *, held: int = 0, option: int = 0) -> Iterator[Action]:
@@ -64,7 +72,7 @@ class _Tally:
 
 def bill(rule: Rule, chain: Chain, *, option: int = 0, disk: Disk | None = None) -> Bill:
     """What `play` over the whole chain costs, from its distinct stretches."""
-    step, length = chain[0], len(chain)
+    step, length = equal_step(chain), len(chain)
     tape, extra = step.menu[option].tape, step.menu[option].extra
     tallies: dict[tuple[int, int, Tier | None, bool], _Tally] = {}
     root = (length, 0, None, True)

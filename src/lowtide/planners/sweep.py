@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
-from lowtide.chain import Chain
-from lowtide.checks import whole_number
+from lowtide.chain import Chain, StepCost
+from lowtide.checks import MOST_STEPS, keep_whole
 from lowtide.errors import InputError
 from lowtide.plan import Bill, registered
 from lowtide.simulate import simulate_actions
@@ -33,7 +33,7 @@ class Base:
     base: int
 
     def __post_init__(self) -> None:
-        whole_number(self.base, "base", least=1)
+        keep_whole(self, "base", least=1, most=MOST_STEPS)
 
     def actions(self, chain: Chain) -> Iterator[Action]:
         """See `Schedule`."""
@@ -43,9 +43,10 @@ class Base:
         """See `Schedule`; in closed form where the steps are equal."""
         if not chain.is_equal:
             return simulate_actions(chain, self.actions(chain))
-        stretches = np.full(-(-len(chain) // self.base), self.base, dtype=np.int64)
-        stretches[-1] = len(chain) - self.base * (len(stretches) - 1)
-        return sweep_bill(chain, stretches)
+        step, count = chain[0], -(-len(chain) // self.base)
+        # Of the full stretches the last is taped beside the most starts.
+        fullest = (count - 2) * step.state + self.base * step.tape
+        return sweep_bill(chain, count, len(chain) - self.base * (count - 1), fullest)
 
     def bound(self, chain: Chain) -> None:
         """None: its memory is not what it was made for."""
@@ -54,19 +55,22 @@ class Base:
 @registered
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Stretches of the given lengths, which make up the chain."""
+    """Stretches of the given lengths, which make up the chain; `forms` says for each step how it is taped."""
 
     planner: ClassVar[str] = "sweep"
     disk: ClassVar[None] = None
 
     stretches: tuple[int, ...]
+    forms: tuple[int, ...] = ()
 
     def actions(self, chain: Chain) -> Iterator[Action]:
         """See `Schedule`."""
         if sum(self.stretches) != len(chain) or min(self.stretches, default=0) < 1:
             raise InputError(f"stretches of {self.stretches} steps do not make up a chain of {len(chain):,}")
+        if len(self.forms) not in (0, len(chain)):
+            raise InputError(f"{len(self.forms):,} forms of tape were given for a chain of {len(chain):,} steps")
         starts = list(accumulate(self.stretches[:-1], initial=0))
-        return _sweep(starts, len(chain))
+        return _sweep(starts, len(chain), self.forms)
 
     def bill(self, chain: Chain) -> Bill:
         """See `Schedule`."""
@@ -76,44 +80,49 @@ class Sweep:
         """None: there is no proof for unequal steps."""
 
 
-def _sweep(starts: range | list[int], length: int) -> Iterator[Action]:
+def _sweep(starts: range | list[int], length: int, forms: tuple[int, ...] = ()) -> Iterator[Action]:
     for start, stop in pairwise(starts):
         yield Save(start)
         yield Advance(start, stop)
-    last = starts[-1]
-    yield Tape(last, length)
-    yield Backward(last, length)
-    for k in range(len(starts) - 2, -1, -1):
-        start, stop = starts[k], starts[k + 1]
-        yield Restore(start)
-        yield Drop(start)  # the tape holds its own input
-        yield Tape(start, stop)
+    stop = length
+    for start in reversed(starts):
+        if stop < length:
+            yield Restore(start)
+            yield Drop(start)  # the tape holds its own input
+        if forms:
+            yield from (Tape(k, k + 1, forms[k]) for k in range(start, stop))
+        else:
+            yield Tape(start, stop)
         yield Backward(start, stop)
+        stop = start
 
 
-def sweep_bill(chain: Chain, stretches: NDArray[np.int64], option: int = 0) -> Bill:
-    """What one sweep over equal steps costs, in closed form."""
-    step, length, last = chain[0], len(chain), int(stretches[-1])
+def sweep_bill(chain: Chain, count: int, last: int, fullest: int, option: int = 0) -> Bill:
+    """What one sweep over equal steps costs.
+
+    It has `count` stretches, the last of `last` steps; `fullest` is the most bytes of starts and tape that any of the
+    others holds.
+    """
+    step, length = chain[0], len(chain)
     tape, extra = step.menu[option].tape, step.menu[option].extra
-    # Stretch k is taped beside the k starts below it and the cotangent, which the last one comes before. The sweep
-    # holds every start while it runs.
-    peaks = np.arange(len(stretches)) * step.state + stretches * tape
-    peaks[:-1] += max(step.working.tape + step.cotangent, step.working.backward)
-    peaks[-1] += max(step.working.tape, step.working.backward)
-    sweeping = (len(stretches) - 1) * step.state + step.working.advance if len(stretches) > 1 else 0
+    # The last stretch is taped beside every other start, and before there is a cotangent; the sweep holds them all too.
+    peaks = [(count - 1) * step.state + last * tape + max(step.working.tape, step.working.backward)]
+    if count > 1:
+        peaks.append(fullest + max(step.working.tape + step.cotangent, step.working.backward))
+        peaks.append((count - 1) * step.state + step.working.advance)
     return Bill(
         plain_runs=length - last,
         taping_runs=length,
         backward_runs=length,
-        peak_memory=max(int(peaks.max()), sweeping),
+        peak_memory=max(peaks),
         peak_disk=0,
-        peak_snapshots=len(stretches) - 1,
+        peak_snapshots=count - 1,
         seconds=(2 * length - last) * step.forward + (length * extra + length * step.backward),
     )
 
 
 def least_sweep(chain: Chain) -> Sweep:
-    """The sweep over unequal steps that peaks lowest, by halving on the peak.
+    """The sweep over unequal steps, each taped in its smallest form, that peaks lowest, by halving on the peak.
 
     For a given peak only the snapshot bytes held where a stretch starts matter, and fewer are always better: so
     one pass over the steps, with the fewest held bytes for each start, decides whether the peak can be kept.
@@ -128,17 +137,22 @@ def least_sweep(chain: Chain) -> Sweep:
             low = middle + 1
         else:
             best, high = stretches, middle
-    return Sweep(best)
+    forms = [min(range(len(step.menu)), key=lambda form: step.menu[form].tape) for step in _steps(chain)]
+    return Sweep(best, tuple(forms) if any(forms) else ())
+
+
+def _steps(chain: Chain) -> list[StepCost]:
+    return [chain[k] for k in range(len(chain))]
 
 
 def _needs(chain: Chain) -> NDArray[np.int64]:
     """needs[start, stop]: peak bytes, beyond the snapshots below, of sweeping over and then taping a stretch."""
-    length = len(chain)
-    steps = [chain[k] for k in range(length)]
+    length, steps = len(chain), _steps(chain)
+    smallest = [min(option.tape for option in step.menu) for step in steps]
     needs = np.zeros((length, length + 1), dtype=np.int64)
     cotangents = np.array([step.cotangent for step in steps[1:]] + [0])  # of the state where a stretch stops
     for start in range(length):
-        taped = np.cumsum([step.tape for step in steps[start:]])
+        taped = np.cumsum(smallest[start:])
         taping = np.maximum.accumulate(taped + [step.working.tape for step in steps[start:]]) + cotangents[start:]
         pulling = np.maximum.accumulate(taped + [step.working.backward for step in steps[start:]])
         sweeping = steps[start].state + np.maximum.accumulate([step.working.advance for step in steps[start:]])

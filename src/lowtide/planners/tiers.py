@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 
 from lowtide.actions import Action, Tier
 from lowtide.chain import Chain, Disk, StepCost
-from lowtide.errors import BudgetError
+from lowtide.checks import MOST_STEPS, MOST_TOTAL, keep_whole
+from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Bill, registered
 from lowtide.planners import splits
-from lowtide.planners.uniform import EXACT_WORK, capacities, least_memory, solver
+from lowtide.planners.uniform import EXACT_WORK, Uniform, capacities, least_memory, solver
 
 _Floats = NDArray[np.float64]
 
@@ -49,6 +50,12 @@ class Tiers:
     disk: Disk
     period: int = 0
 
+    def __post_init__(self) -> None:
+        keep_whole(self, "memory", least=1, most=MOST_TOTAL)
+        keep_whole(self, "period", least=0, most=MOST_STEPS)
+        if not isinstance(self.disk, Disk):
+            raise InputError(f"disk={self.disk!r} is a {type(self.disk).__name__}; give a Disk")
+
     def actions(self, chain: Chain) -> Iterator[Action]:
         """See `Schedule`."""
         return splits.play(self._rule(chain), 0, len(chain))
@@ -61,21 +68,26 @@ class Tiers:
         """None: plain runs are not what this planner minimises."""
 
     def _rule(self, chain: Chain) -> splits.Rule:
-        step, length = chain[0], len(chain)
+        step, length = splits.equal_step(chain), len(chain)
         if self.memory < step.tape:  # every start can wait on disk, so one tape is enough
             raise BudgetError(self.memory, step.tape, "one tape has to be in memory")
         if self.period:
             return _periodic(self.memory, self.period, step)
-        return _table(self.memory, step, self.disk, length).rule
+        return _table(min(self.memory, length * step.tape), step, self.disk, length).rule
 
 
-def two_tiers(chain: Chain, memory: int, disk: Disk) -> Tiers:
-    """The exact schedule where its table is affordable, otherwise the best periodic one."""
-    step, length = chain[0], len(chain)
+def two_tiers(chain: Chain, memory: int, disk: Disk) -> Tiers | Uniform:
+    """The exact schedule where its table is affordable; otherwise the better of the best periodic one and no disk."""
+    step, length = splits.equal_step(chain), len(chain)
+    memory = min(memory, length * step.tape)
     levels = len(capacities(memory, step.state, step.tape, length))
     if 3 * levels * length**2 <= EXACT_WORK:
         return Tiers(memory, disk)
-    return Tiers(memory, disk, _best_period(memory, step, disk, length))
+    periodic = Tiers(memory, disk, _best_period(memory, step, disk, length))
+    if memory < least_memory(step.state, step.tape, length):
+        return periodic
+    without = Uniform(memory)
+    return periodic if periodic.bill(chain).seconds < without.bill(chain).seconds else without
 
 
 def _periodic(memory: int, period: int, step: StepCost) -> splits.Rule:
@@ -92,13 +104,16 @@ def _periodic(memory: int, period: int, step: StepCost) -> splits.Rule:
 def _best_period(memory: int, step: StepCost, disk: Disk, length: int) -> int:
     """The period with the least seconds per step; candidates grow by an eighth."""
     trip = step.state * (disk.write + disk.read)
-    best, least = 1, float("inf")
-    period = memory // step.tape
-    while period <= length:
-        if memory >= least_memory(step.state, step.tape, period):
-            cost = (trip + step.forward * solver(memory, step.state, step.tape, period).bound) / period
-            if cost < least:
-                best, least = period, cost
+    room = memory // step.tape  # a period of so many steps is taped at once
+    if memory < least_memory(step.state, step.tape, length):
+        return room  # no room for a snapshot beside a tape
+    between = solver(memory, step.state, step.tape, length)
+    best, least = room, trip / room
+    period = room
+    while period < length:
+        cost = (trip + step.forward * between.bound(period)) / period
+        if cost < least:
+            best, least = period, cost
         period += max(1, period // 8)
     return best
 

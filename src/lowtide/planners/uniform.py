@@ -31,19 +31,16 @@ import numpy as np
 
 from lowtide.actions import Action, Tier
 from lowtide.chain import Chain, StepCost
-from lowtide.errors import BudgetError
-from lowtide.plan import Bill, registered
+from lowtide.checks import MOST_TOTAL, keep_whole
+from lowtide.errors import BudgetError, InputError
+from lowtide.plan import Bill, Bound, registered
 from lowtide.planners import splits
 from lowtide.planners.envelope import Envelope
 from lowtide.planners.sweep import sweep_bill
+from lowtide.sizes import format_size
 
 # Additions that exact dynamic programming may take where the envelope's answer is not proven: about a second.
 EXACT_WORK = 2 * 10**8
-
-
-def working_set(step: StepCost) -> int:
-    """Bytes beyond snapshots and tape at the worst moment."""
-    return max(max(step.working.advance, step.working.tape) + step.cotangent, step.working.backward)
 
 
 def least_memory(state: int, tape: int, length: int) -> int:
@@ -51,15 +48,17 @@ def least_memory(state: int, tape: int, length: int) -> int:
     return min(length * tape, state + tape)
 
 
-def capacities(memory: int, state: int, tape: int, length: int) -> tuple[int, ...]:
+def capacities(memory: int, state: int, tape: int, length: int, slots: int | None = None) -> tuple[int, ...]:
     """c_0, c_1, ...: steps of tape that fit beside 0, 1, ... snapshots, as many as can be of use.
 
-    Once c_0 + ... + c_n covers the chain, deeper levels only have less room and are left out.
+    Once c_0 + ... + c_n covers the chain, deeper levels only have less room and are left out, as are those beyond
+    `slots`.
     """
-    most = min((memory - tape) // state, length - 1)
-    room = (memory - np.arange(most + 1, dtype=np.int64) * state) // tape
-    covered = np.cumsum(room) >= length
-    return tuple(room[: int(np.argmax(covered)) + 1 if covered.any() else most + 1].tolist())
+    levels = _levels(memory, state, length, tape)
+    if slots is not None:
+        levels = min(levels, slots + 1)
+    covering = bisect_left(range(1, levels), length, key=lambda n: _covered(memory, state, tape, n)) + 1
+    return tuple((memory - i * state) // tape for i in range(covering))
 
 
 def one_sweep_memory(state: int, tape: int, length: int) -> int:
@@ -67,18 +66,45 @@ def one_sweep_memory(state: int, tape: int, length: int) -> int:
     low, high = least_memory(state, tape, length), length * tape
     while low < high:
         middle = (low + high) // 2
-        enough = sum(capacities(middle, state, tape, length)) >= length
+        enough = _covered(middle, state, tape, _levels(middle, state, length, tape)) >= length
         low, high = (low, middle) if enough else (middle + 1, high)
     return low
+
+
+def _levels(memory: int, state: int, length: int, tape: int) -> int:
+    """How many levels have room for a step of tape, at most one for each step."""
+    return min((memory - tape) // state, length - 1) + 1
+
+
+def _covered(memory: int, state: int, tape: int, levels: int) -> int:
+    """c_0 + ... + c_{levels-1}, without adding them up one by one."""
+    return _floor_sum(levels, tape, state, memory - (levels - 1) * state)
+
+
+def _floor_sum(count: int, divisor: int, slope: int, offset: int) -> int:
+    """The sum of (slope*i + offset) // divisor over i < count, by Euclid's algorithm.
+
+    Whole parts of slope and offset are summed in closed form. What remains counts the lattice points under a line that
+    is flatter than 1; counted along the other axis, it is the same problem with slope and divisor swapped.
+    """
+    total = 0
+    while count > 0:
+        total += slope // divisor * (count * (count - 1) // 2) + offset // divisor * count
+        slope, offset = slope % divisor, offset % divisor
+        height = slope * count + offset
+        count, offset = height // divisor, height % divisor
+        divisor, slope = slope, divisor
+    return total
 
 
 class Solver(Protocol):
     """Where to split, and what it costs, for one amount of memory and stretches of up to some length."""
 
-    bound: int
-
     def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
         """See `splits.Rule`."""
+
+    def bound(self, length: int) -> int:
+        """A proven lower bound on the plain runs of a stretch with nothing held below."""
 
     def bill(self, chain: Chain, option: int) -> Bill:
         """What the whole chain costs."""
@@ -87,33 +113,40 @@ class Solver(Protocol):
 class _OneSweep:
     """c_0 + ... + c_n >= length: the last stretch is full, c_n for the least n; so are all but the first."""
 
-    def __init__(self, capacities: tuple[int, ...], length: int) -> None:
+    def __init__(self, capacities: tuple[int, ...]) -> None:
         self._capacities = capacities
         self._covered = list(accumulate(capacities, initial=0))
-        self.bound = length - min(length, capacities[-1])
 
     def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
         """See `splits.Rule`."""
         if length <= self._capacities[held]:
             return 0, Tier.MEMORY
-        covered = self._covered
-        last = bisect_left(covered, covered[held] + length) - 1
-        return length - (covered[last + 1] - covered[held + 1]), Tier.MEMORY
+        last = self._last_level(length, held)
+        return length - (self._covered[last + 1] - self._covered[held + 1]), Tier.MEMORY
+
+    def bound(self, length: int) -> int:
+        """P = l - c_n, the optimum."""
+        return max(0, length - self._capacities[self._last_level(length, 0)])
 
     def bill(self, chain: Chain, option: int) -> Bill:
         """In closed form."""
-        stretches = np.array(self._capacities, dtype=np.int64)
-        stretches[0] = len(chain) - stretches[1:].sum()
-        return sweep_bill(chain, stretches, option)
+        step, rooms = chain[0], self._capacities
+        first = len(chain) - (self._covered[-1] - rooms[0])
+        stretches = (first, *rooms[1:])
+        tape = step.menu[option].tape
+        fullest = max((k * step.state + size * tape for k, size in enumerate(stretches[:-1])), default=0)
+        return sweep_bill(chain, len(stretches), stretches[-1], fullest, option)
+
+    def _last_level(self, length: int, held: int) -> int:
+        """The least n with c_held + ... + c_n >= length."""
+        return bisect_left(self._covered, self._covered[held] + length) - 1
 
 
-class _OneSlot:
+class OneSlot:
     """Room for one snapshot: from the start again and again, one tape of c_1 less far each time, until c_0 is left."""
 
-    def __init__(self, capacities: tuple[int, ...], length: int) -> None:
+    def __init__(self, capacities: tuple[int, ...]) -> None:
         self._last, self._taped = capacities
-        self._sweeps = -((self._last - length) // self._taped)
-        self.bound = self._sweeps * length - self._taped * self._sweeps * (self._sweeps + 1) // 2
 
     def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
         """See `splits.Rule`."""
@@ -121,9 +154,15 @@ class _OneSlot:
             return 0, Tier.MEMORY
         return length - self._taped, Tier.MEMORY
 
+    def bound(self, length: int) -> int:
+        """The only way there is, so the optimum."""
+        sweeps = self._sweeps(length)
+        return sweeps * length - self._taped * sweeps * (sweeps + 1) // 2
+
     def bill(self, chain: Chain, option: int) -> Bill:
         """In closed form; `splits.bill` would visit as many stretches as there are sweeps."""
-        step, length, sweeps = chain[0], len(chain), self._sweeps
+        step, length = chain[0], len(chain)
+        sweeps, plain_runs = self._sweeps(length), self.bound(length)
         tape, extra = step.menu[option].tape, step.menu[option].extra
         again = max(step.working.tape + step.cotangent, step.working.backward)
         first = max(step.working.tape, step.working.backward)
@@ -133,14 +172,17 @@ class _OneSlot:
             (length - sweeps * self._taped) * tape + again,
         ]
         return Bill(
-            plain_runs=self.bound,
+            plain_runs=plain_runs,
             taping_runs=length,
             backward_runs=length,
             peak_memory=max(peaks),
             peak_disk=0,
             peak_snapshots=1,
-            seconds=(self.bound + length) * step.forward + (length * extra + length * step.backward),
+            seconds=(plain_runs + length) * step.forward + (length * extra + length * step.backward),
         )
+
+    def _sweeps(self, length: int) -> int:
+        return max(0, -((self._last - length) // self._taped))
 
 
 class _ByEnvelope:
@@ -150,10 +192,9 @@ class _ByEnvelope:
         self._capacities = capacities
         self._envelope = Envelope(capacities, length)
         self._lefts: dict[tuple[int, int], int] = {}
-        self.bound = self._envelope.least(0, length)
         if len(capacities) * length**2 <= EXACT_WORK:
             units = Chain.equal(StepCost(1, 1), length)
-            if splits.bill(self.rule, units).plain_runs > self.bound:
+            if splits.bill(self.rule, units).plain_runs > self.bound(length):
                 self._lefts = _exact_lefts(capacities, length)
 
     def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
@@ -164,6 +205,10 @@ class _ByEnvelope:
         if left is None:
             left = self._lefts[length, held] = self._envelope.split(held, length)
         return left, Tier.MEMORY
+
+    def bound(self, length: int) -> int:
+        """The envelope, rounded up."""
+        return self._envelope.least(0, length)
 
     def bill(self, chain: Chain, option: int) -> Bill:
         """From the distinct stretches."""
@@ -189,24 +234,34 @@ def _exact_lefts(capacities: tuple[int, ...], length: int) -> dict[tuple[int, in
 
 
 @lru_cache(maxsize=8)
-def solver(memory: int, state: int, tape: int, length: int) -> Solver:
+def solver(memory: int, state: int, tape: int, length: int, slots: int | None = None) -> Solver:
     """The solver for stretches of up to `length` equal steps in `memory` bytes of snapshots and tape."""
-    rooms = capacities(memory, state, tape, length)
+    rooms = capacities(memory, state, tape, length, slots)
     if sum(rooms) >= length:
-        return _OneSweep(rooms, length)
-    return _OneSlot(rooms, length) if len(rooms) == 2 else _ByEnvelope(rooms, length)
+        return _OneSweep(rooms)
+    return OneSlot(rooms) if len(rooms) == 2 else _ByEnvelope(rooms, length)
 
 
 @registered
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """At most `memory` bytes of snapshots and tape, each step taped in the form that `option` says."""
+    """At most `memory` bytes of snapshots and tape, and at most `slots` snapshots if that is given.
+
+    Each step is taped in the form that entry `option` of its menu says.
+    """
 
     planner: ClassVar[str] = "uniform"
     disk: ClassVar[None] = None
 
     memory: int
     option: int = 0
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        keep_whole(self, "memory", least=1, most=MOST_TOTAL)
+        keep_whole(self, "option", least=0)
+        if self.slots is not None:
+            keep_whole(self, "slots", least=0, most=MOST_TOTAL)
 
     def actions(self, chain: Chain) -> Iterator[Action]:
         """See `Schedule`."""
@@ -216,14 +271,54 @@ class Uniform:
         """See `Schedule`."""
         return self._solver(chain).bill(chain, self.option)
 
-    def bound(self, chain: Chain) -> int:
+    def bound(self, chain: Chain) -> Bound:
         """Proven by the envelope, or exact where there is a closed form."""
-        return self._solver(chain).bound
+        scope = f"with {format_size(self.memory)} of snapshots and tape"
+        if self.slots is not None:
+            scope += f" and {self.slots:,} snapshots"
+        return Bound(self._solver(chain).bound(len(chain)), scope)
 
     def _solver(self, chain: Chain) -> Solver:
-        step, length = chain[0], len(chain)
+        step, length = splits.equal_step(chain), len(chain)
+        if self.option >= len(step.menu):
+            raise InputError(f"option={self.option} is not on a menu of {len(step.menu)} entries")
         tape = step.menu[self.option].tape
-        least = least_memory(step.state, tape, length)
+        least = least_memory(step.state, tape, length) if self.slots != 0 else length * tape
         if self.memory < least:
             raise BudgetError(self.memory, least, "this is what its snapshots and tape take")
-        return solver(self.memory, step.state, tape, length)
+        return solver(min(self.memory, length * tape), step.state, tape, length, self.slots)
+
+
+def uniform_least(step: StepCost, length: int) -> int:
+    """The least budget, working set included, for which `uniform_within` finds a plan."""
+    return min(_least_with(step, length, option.tape) for option in step.menu)
+
+
+def uniform_within(chain: Chain, budget: int) -> list[Uniform]:
+    """For each form of tape that has one, the schedule that keeps a budget for snapshots, tape and working set.
+
+    A step that is taped or pulled back needs its working set beside snapshots and tape; one that is run plainly needs
+    its own beside the snapshots alone. So the first is taken off the memory, and the second limits the snapshots.
+    """
+    step, length = chain[0], len(chain)
+    advancing = budget - step.working.advance - step.cotangent
+    most = max(0, advancing // step.state)
+    schedules = []
+    for option, entry in enumerate(step.menu):
+        if budget < _least_with(step, length, entry.tape):
+            continue
+        memory = budget - _beside_tape(step)
+        would_use = len(capacities(min(memory, length * entry.tape), step.state, entry.tape, length)) - 1
+        schedules.append(Uniform(memory, option, most if most < would_use else None))
+    return schedules
+
+
+def _beside_tape(step: StepCost) -> int:
+    return max(step.working.tape + step.cotangent, step.working.backward)
+
+
+def _least_with(step: StepCost, length: int, tape: int) -> int:
+    """Tape everything, or store one state at a time."""
+    beside = _beside_tape(step)
+    one_slot = step.state + max(tape + beside, step.working.advance + step.cotangent)
+    return min(length * tape + beside, one_slot)
