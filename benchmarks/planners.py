@@ -17,6 +17,7 @@ from lowtide.chain import Chain, StepCost, Working
 from lowtide.plan import Knob, Plan
 from lowtide.planners import hetero
 from lowtide.planners.choose import choose
+from lowtide.planners.fronts import fronts
 from lowtide.planners.online import Online
 from lowtide.planners.revolve import Revolve, plain_runs
 from lowtide.planners.uniform import solver
@@ -39,7 +40,13 @@ def heading(text: str) -> None:
 
 def long_rollouts() -> None:
     heading("A million equal steps: plan, bound, actions")
-    for memory, state, tape in [(60, 1, 5), (1000, 1, 10), (50, 1, 1), (64 * 2**20, 2**16, 320 * 2**10)]:
+    for memory, state, tape in [
+        (60, 1, 5),
+        (1000, 1, 10),
+        (50, 1, 1),
+        (64 * 2**20, 2**16, 320 * 2**10),
+        (160 * 2**20, 2**12, 2**22),
+    ]:
         chain = Chain.equal(StepCost(state, tape), 10**6)
         solver.cache_clear()
         seconds, plan = timed(partial(choose, chain, memory))
@@ -47,7 +54,7 @@ def long_rollouts() -> None:
         assert bill == plan.bill
         print(
             f"M={memory:<9,} a={state:<6,} w={tape:<7,}: {plan.bill.plain_runs:>9,} plain runs "
-            f"({plan.bill.plain_runs / 1e6:.3f} per step), {plan.bill.plain_runs - plan.bound} above the bound; "
+            f"({plan.bill.plain_runs / 1e6:.3f} per step), {plan.bill.plain_runs - plan.bound.runs} above the bound; "
             f"planned in {seconds:.2f} s, played in {played:.1f} s"
         )
     revolve = Plan.make(Chain.equal(StepCost(1, 1), 10**6), Knob("checkpoints", 20), Revolve(20))
@@ -74,10 +81,11 @@ def network(length: int, seed: int = 0) -> Chain:
 
 
 def unequal_chains() -> None:
-    heading(f"Unequal steps, {hetero.LEVELS} memory levels")
-    for length in (50, 100, 200):
+    heading(f"Unequal steps: exact up to {hetero.EXACT_STEPS}, then {hetero.LEVELS} memory levels")
+    for length in (20, 48, 100, 200):
         chain = network(length)
         least = hetero.least(chain)
+        fronts.cache_clear()  # so that the first budget of a short chain pays for all of them
         for share in (0.02, 0.1, 0.4):
             budget = least + int(share * (chain.plain_tape - least))
             seconds, plan = timed(partial(choose, chain, budget))

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,49 +49,58 @@ class Envelope:
         left_side, right_side = self._levels[level], self._levels[level + 1]
         lowest = max(1, length - right_side.longest)
         # The sum rises from j to j+1 by (slope of the left part) + 1 - (slope of the right part).
-        low = _first(lowest, length - 1, lambda j: left_side.steeper_slope(j) >= right_side.slope(length - j - 1))
-        high = _first(low, length - 1, lambda j: left_side.steeper_slope(j) > right_side.slope(length - j - 1))
+        low = _first(lowest, length - 1, lambda j: left_side.slope(j, steeper=1) >= right_side.slope(length - j - 1))
+        high = low
+        if low < length - 1 and left_side.slope(low, steeper=1) == right_side.slope(length - low - 1):
+            # Level until one of the two edges ends; their neighbours have other slopes.
+            high = min(left_side.edge(low)[1], length - right_side.edge(length - low - 1)[0], length - 1)
         candidates = {low, high, *left_side.corners(low, high)}
         candidates.update(length - corner for corner in right_side.corners(length - high, length - low))
         return min(sorted(candidates), key=lambda j: j + left_side.rounded_up(j) + right_side.rounded_up(length - j))
 
 
 class _Polygon:
-    """One level's envelope: its corners, and the slopes of the edges between them."""
+    """One level's envelope, as its corners from (0, 0) on."""
 
-    __slots__ = ("_slopes", "_steeper", "_xs", "_ys", "longest")
+    __slots__ = ("_xs", "_ys", "longest")
 
     def __init__(self, steps: _Ints, runs: _Ints) -> None:
-        self._xs: list[int] = np.cumsum(steps).tolist()
-        self._ys: list[int] = np.cumsum(runs).tolist()
-        self._slopes: list[float] = (runs / steps).tolist()
-        self._steeper: list[float] = ((runs + steps) / steps).tolist()  # slopes + 1, rounded once like the others
+        self._xs: list[int] = [0, *np.cumsum(steps).tolist()]
+        self._ys: list[int] = [0, *np.cumsum(runs).tolist()]
         self.longest = self._xs[-1]
 
     def rounded_up(self, x: int) -> int:
-        k = bisect_left(self._xs, x)
-        if k == 0:
-            return 0
+        k = bisect_left(self._xs, x, lo=1)
         rise, run = self._ys[k] - self._ys[k - 1], self._xs[k] - self._xs[k - 1]
         return self._ys[k - 1] - (-rise * (x - self._xs[k - 1]) // run)
 
-    def slope(self, x: int) -> float:
-        """Of the edge between x and x+1."""
-        return self._slopes[bisect_right(self._xs, x)]
-
-    def steeper_slope(self, x: int) -> float:
-        """That slope, plus 1; beyond the last corner nothing is steeper."""
+    def slope(self, x: int, steeper: int = 0) -> float:
+        """Of the edge between x and x+1, plus `steeper`, rounded once."""
         k = bisect_right(self._xs, x)
-        return self._steeper[k] if k < len(self._steeper) else inf
+        run = self._xs[k] - self._xs[k - 1]
+        return (self._ys[k] - self._ys[k - 1] + steeper * run) / run
+
+    def edge(self, x: int) -> tuple[int, int]:
+        """Where the edge between x and x+1 begins and ends."""
+        k = bisect_right(self._xs, x)
+        return self._xs[k - 1], self._xs[k]
 
     def corners(self, low: int, high: int) -> list[int]:
         """At most four corners in [low, high]: the outermost on either side."""
-        inside = self._xs[bisect_left(self._xs, low) : bisect_right(self._xs, high)]
+        inside = self._xs[bisect_left(self._xs, low, lo=1) : bisect_right(self._xs, high)]
         return inside if len(inside) <= 4 else inside[:2] + inside[-2:]
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The least j in [low, high) for which `holds`, which once true stays true; `high` if there is none."""
+    """The least j in [low, high) for which `holds`, which once true stays true; `high` if there is none.
+
+    It is mostly near `low`: steps that double find a range around it, halving the rest.
+    """
+    reach = 1
+    while low + reach < high and not holds(low + reach):
+        low += reach + 1
+        reach *= 2
+    high = min(high, low + reach)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
@@ -114,9 +122,8 @@ def _edges(capacities: Sequence[int], length: int) -> list[tuple[_Ints, _Ints]]:
         right = (zero[:0], zero[:0])  # the last level can only tape
         for level in range(len(capacities) - 1, -1, -1):
             if level < len(capacities) - 1:
-                steps, runs = latest[level]
-                right = _by_slope(np.concatenate([steps, right[0]]), np.concatenate([runs + steps, right[1]]))
-                if window == 1:
+                right = _merged(latest[level], right)
+                if window == 1 and capacities[level] > capacities[level + 1]:
                     right = _tangent(capacities[level], capacities[level + 1], *right)
             latest[level] = right
             edges[level].append(right)
@@ -126,12 +133,20 @@ def _edges(capacities: Sequence[int], length: int) -> list[tuple[_Ints, _Ints]]:
     ]
 
 
-def _by_slope(steps: _Ints, runs: _Ints) -> tuple[_Ints, _Ints]:
-    """Edges by rising slope, parallel ones joined.
+def _merged(own: tuple[_Ints, _Ints], right: tuple[_Ints, _Ints]) -> tuple[_Ints, _Ints]:
+    """A level's own edges, each steeper by 1, and those of the level above it: by rising slope, parallel ones joined.
 
     Division is correctly rounded, so equal slopes are equal floats; different ones differ as long as the
     product of two edges' steps stays below 2**50, far beyond any chain that can be run.
     """
+    own_steps, own_runs = own[0], own[1] + own[0]
+    if len(own_steps) == 1 and len(right[0]) and own_runs[0] * right[0][0] == right[1][0] * own_steps[0]:
+        # By far the most frequent case: a single edge, parallel to the first of the others.
+        steps, runs = right[0].copy(), right[1].copy()
+        steps[0] += own_steps[0]
+        runs[0] += own_runs[0]
+        return steps, runs
+    steps, runs = np.concatenate([own_steps, right[0]]), np.concatenate([own_runs, right[1]])
     slopes, where = np.unique(runs / steps, return_inverse=True)
     joined_steps, joined_runs = np.zeros(len(slopes), np.int64), np.zeros(len(slopes), np.int64)
     np.add.at(joined_steps, where, steps)

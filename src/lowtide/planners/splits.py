@@ -10,7 +10,7 @@ steps need a few thousand answers, and the bill comes from the distinct stretche
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape, Tier
 from lowtide.chain import Chain, Disk, StepCost
@@ -60,8 +60,7 @@ def play(rule: Rule, start: int, stop: int, *, held: int = 0, option: int = 0) -
             yield Restore(start, stored)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tally:
+class _Tally(NamedTuple):
     plain_runs: int
     memory: int  # peak bytes, those of the snapshots below included
     snapshots: int  # most at once, those below not included
