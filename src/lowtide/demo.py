@@ -93,8 +93,8 @@ def _network(console: Console) -> None:
     segmented = Plan.make(chain, choose(chain).knob, cut)
     planned = choose(chain, lowest.peak_memory)
     table.add_row(f"{len(cut.stretches)} equal segments", *_figures(segmented, chain))
-    table.add_row("planned, same peak", *_figures(planned, chain))
-    table.add_row("planned, no knob", *_figures(choose(chain), chain))
+    table.add_row("plan, same peak", *_figures(planned, chain))
+    table.add_row("plan, no knob", *_figures(choose(chain), chain))
     console.print(table)
     extra = (planned.time_factor - 1) / (segmented.time_factor - 1)
     console.print(
