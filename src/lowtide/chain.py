@@ -80,6 +80,11 @@ class StepCost:
         keep_seconds(self, "backward")
 
     @property
+    def working_set(self) -> int:
+        """Bytes beyond snapshots and tape at the step's worst moment."""
+        return max(max(self.working.advance, self.working.tape) + self.cotangent, self.working.backward)
+
+    @property
     def menu(self) -> tuple[TapeOption, ...]:
         """Every way to tape the step; entry 0 keeps the whole tape."""
         return (TapeOption(self.tape, 0.0, "keep"), *self.options)

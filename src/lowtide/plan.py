@@ -244,8 +244,7 @@ class Plan:
         yield "chain", str(chain)
         yield "plain", f"{format_size(chain.plain_tape)} of tape without a plan"
         yield "knob", str(self.knob)
-        working = max(max(s.working.advance, s.working.tape) + s.cotangent for s in chain.steps)
-        working = max(working, *(s.working.backward for s in chain.steps))
+        working = max(step.working_set for step in chain.steps)
         yield "working", f"{format_size(working)} at most besides snapshots and tape"
         peak = f"{format_size(bill.peak_memory)} of memory, {bill.peak_memory / chain.plain_tape:.3%} of plain"
         if self.knob.name == "budget" and self.knob.value is not None:
@@ -260,7 +259,7 @@ class Plan:
         if bound is not None:
             above = bill.plain_runs - bound.runs
             yield "bound", f"{bound.runs:,} plain runs at least {bound.scope}"
-            yield "", "this plan is optimal" if above == 0 else f"this plan makes {above:,} more"
+            yield "", f"this plan makes {above:,} more" + (": it is optimal" if above == 0 else "")
 
     def to_json(self) -> str:
         """The plan as JSON: the planner and its parameters, never the actions."""

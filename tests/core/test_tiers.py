@@ -4,7 +4,7 @@ import pytest
 
 from lowtide.actions import Save, Tier
 from lowtide.chain import Chain, Disk, StepCost, Working
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Knob, Plan
 from lowtide.planners.choose import choose
 from lowtide.planners.tiers import Tiers, two_tiers
@@ -49,6 +49,11 @@ def test_one_tape_is_enough_with_a_disk() -> None:
         choose(chain, 11, disk=Disk(0.1, 0.1))
     with pytest.raises(BudgetError, match="the least that works is 9 B"):
         Plan.make(chain, Knob("budget", 8), Tiers(8, Disk(0.1, 0.1)))
+
+
+def test_a_period_too_long_for_the_memory_is_refused() -> None:
+    with pytest.raises(InputError, match="memory=9 does not reverse the 20 steps between two snapshots"):
+        Plan.make(Chain.equal(StepCost(4, 9), 20), Knob("budget", 9), Tiers(9, Disk(0.1, 0.1), 100))
 
 
 def test_nothing_is_written_twice() -> None:

@@ -6,7 +6,7 @@ or none, which asks for the least memory that runs no step more than one extra t
 
 from __future__ import annotations
 
-from lowtide.chain import Chain, Disk, StepCost
+from lowtide.chain import Chain, Disk
 from lowtide.checks import whole_number
 from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Knob, Plan, Schedule
@@ -33,7 +33,7 @@ def choose(
         budget: bytes for snapshots, tape and working set ("64MiB", 67108864), or a share of all tapes ("25%").
         checkpoints: at most so many snapshots, the initial state among them, and one step of tape.
         base: a snapshot every so many steps, and so many steps of tape.
-        disk: a second tier for snapshots; goes with `budget` and equal steps.
+        disk: a second tier for snapshots; goes with `budget` and equal steps, which are then taped whole.
 
     Raises:
         InputError: two knobs at once, or one that is not a number of its kind.
@@ -67,14 +67,9 @@ def least_budget(chain: Chain, disk: Disk | None = None) -> int:
     if not chain.is_equal:
         return hetero.least(chain)
     if disk is not None:
-        return working_set(chain[0]) + chain[0].tape
+        return chain[0].working_set + chain[0].tape
     least = uniform_least(chain[0], len(chain))
     return min(least, hetero.least(chain)) if _is_short_and_uneven(chain) else least
-
-
-def working_set(step: StepCost) -> int:
-    """Bytes beyond snapshots and tape at the worst moment of one step."""
-    return max(max(step.working.advance, step.working.tape) + step.cotangent, step.working.backward)
 
 
 def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
@@ -86,7 +81,7 @@ def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
     if not chain.is_equal:
         return Plan.make(chain, knob, hetero.fastest(chain, budget))
     if disk is not None:
-        return Plan.make(chain, knob, two_tiers(chain, budget - working_set(chain[0]), disk))
+        return Plan.make(chain, knob, two_tiers(chain, budget - chain[0].working_set, disk))
     plans = [Plan.make(chain, knob, schedule) for schedule in uniform_within(chain, budget)]
     if _is_short_and_uneven(chain):
         plans.append(Plan.make(chain, knob, hetero.fastest(chain, budget)))

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from lowtide.chain import Chain, Disk
 from lowtide.checks import whole_number
 from lowtide.plan import Plan
-from lowtide.planners.choose import choose, least_budget, working_set
+from lowtide.planners.choose import choose, least_budget
 
 
 def frontier(chain: Chain, points: int = 16, disk: Disk | None = None) -> Iterator[Plan]:
     """Plans for at most `points` budgets, spaced evenly in their logarithm, the smallest first, one by one."""
     whole_number(points, "points", least=2)
     low = least_budget(chain, disk)
-    high = max(low, chain.plain_tape + max(working_set(step) for step in chain.steps))
+    high = max(low, chain.plain_tape + max(step.working_set for step in chain.steps))
     budgets = {min(max(round(low * (high / low) ** (k / (points - 1))), low), high) for k in range(points)}
     for budget in sorted(budgets):
         yield choose(chain, budget, disk=disk)

@@ -72,6 +72,9 @@ class Tiers:
         if self.memory < step.tape:  # every start can wait on disk, so one tape is enough
             raise BudgetError(self.memory, step.tape, "one tape has to be in memory")
         if self.period:
+            between = min(self.period, length)
+            if self.memory < least_memory(step.state, step.tape, between):
+                raise InputError(f"memory={self.memory:,} does not reverse the {between:,} steps between two snapshots")
             return _periodic(self.memory, self.period, step)
         return _table(min(self.memory, length * step.tape), step, self.disk, length).rule
 
