@@ -10,6 +10,7 @@ from lowtide.errors import InputError
 from lowtide.plan import Bound, Knob, Plan
 from lowtide.planners.revolve import Revolve, beta, plain_runs
 from lowtide.simulate import simulate, simulate_actions
+from tests.core.peers import peer_plain_runs
 
 INFINITE = 10**9
 
@@ -98,13 +99,7 @@ def test_slots_are_checked(slots: int) -> None:
         Revolve(slots)
 
 
-def test_agrees_with_checkpoint_schedules() -> None:
-    peer = pytest.importorskip("checkpoint_schedules")
-    for length, slots in [(50, 3), (100, 5), (300, 7), (1000, 10)]:
-        runs = 0
-        for action in peer.MultistageCheckpointSchedule(length, slots, 0):
-            if isinstance(action, peer.Forward):
-                runs += action.n1 - action.n0
-            if isinstance(action, peer.EndReverse):
-                break
-        assert plain_runs(length, slots) == runs - length
+@pytest.mark.parametrize(("length", "slots"), [(50, 3), (100, 5), (300, 7), (1000, 10)])
+def test_agrees_with_checkpoint_schedules(length: int, slots: int) -> None:
+    theirs = peer_plain_runs(lambda peer: peer.MultistageCheckpointSchedule(length, slots, 0), length)
+    assert plain_runs(length, slots) == theirs

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from lowtide.planners.revolve import plain_runs
 from lowtide.planners.uniform import Uniform, capacities, least_memory, one_sweep_memory
 from lowtide.simulate import simulate
 from tests.core.exhaustive import Step, cheapest
+from tests.core.peers import peer_plain_runs
 from tests.core.strategies import in_words_of_search
 
 
@@ -136,18 +136,10 @@ def test_the_whole_frontier_of_a_rollout_falls() -> None:
     assert runs[-1] == 0
 
 
-def test_agrees_with_checkpoint_schedules_mixed() -> None:
-    peer = pytest.importorskip("checkpoint_schedules")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for length, slots in [(40, 3), (100, 5), (200, 10)]:
-            runs = 0
-            for action in peer.MixedCheckpointSchedule(length, slots):
-                if isinstance(action, peer.Forward):
-                    runs += action.n1 - action.n0
-                if isinstance(action, peer.EndReverse):
-                    break
-            assert planned(length, slots + 1, 1, 1).bill.plain_runs == runs - length
+@pytest.mark.parametrize(("length", "slots"), [(40, 3), (100, 5), (200, 10)])
+def test_agrees_with_checkpoint_schedules_mixed(length: int, slots: int) -> None:
+    theirs = peer_plain_runs(lambda peer: peer.MixedCheckpointSchedule(length, slots), length)
+    assert planned(length, slots + 1, 1, 1).bill.plain_runs == theirs
 
 
 def test_least_memory_works_and_a_byte_less_does_not() -> None:
