@@ -10,7 +10,7 @@ Whenever all slots are taken and the chain goes on, the snapshot is dropped (or 
 whose loss leaves this sum least. Up to beta(s, 2) - 1 steps that reaches 2T - s, which is what the online
 schedules of Stumm and Walther (2010) reach there and the least possible; beyond, Wang, Moin and Iaccarino's
 (2009) rule of levels bounds how often any one step is repeated, but runs up to 1.47 times the offline optimum
-where this greedy choice stays within 1.17 (docs/decisions/0005-online-snapshots.md has the comparison).
+where this greedy choice stays within 1.19 (docs/decisions/0005-online-snapshots.md has the comparison).
 """
 
 from __future__ import annotations
