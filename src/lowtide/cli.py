@@ -79,7 +79,8 @@ def plan(
     if sweep:
         if not (budget is None and checkpoints is None and base is None):
             raise InputError("--sweep tries every budget; leave out --budget, --checkpoints and --base")
-        plans = list(track(frontier(the_chain, points, disk), "planning", points, console=_stderr(), transient=True))
+        stderr = Console(stderr=True)
+        plans = list(track(frontier(the_chain, points, disk), "planning", points, console=stderr, transient=True))
         _print_frontier(plans, as_json)
         return
     made = choose(the_chain, budget, checkpoints=checkpoints, base=base, disk=disk)
@@ -110,10 +111,6 @@ def main(arguments: list[str] | None = None) -> None:
 def _complain(error: Exception, code: int) -> int:
     typer.echo(f"lowtide: {error}", err=True)
     return code
-
-
-def _stderr() -> Console:
-    return Console(stderr=True)
 
 
 def _equal_chain(

@@ -1,4 +1,4 @@
-"""What `lowtide demo` shows: plans on paper, each played action by action before its figures are printed."""
+"""What `lowtide demo` shows: plans on paper, the million-step one played action by action."""
 
 from __future__ import annotations
 
@@ -65,9 +65,13 @@ def _played(console: Console, plan: Plan) -> tuple[int, Bill]:
 
 
 def _tutorial(console: Console) -> None:
-    """The setting of the brainstate tutorial: 400 steps of a small spiking network, batch 64, 8 neurons."""
+    """The setting of the brainstate tutorial: 400 steps of a spiking network, batch 64, 8 hidden neurons, 2 outputs.
+
+    Its state is 8 currents, 8 voltages and 2 outputs for each sample; beside these the tape keeps the 8 spikes. That is
+    6,656 bytes a step, where a plain `lax.scan` has been measured to keep 6,750.
+    """
     console.rule("400 steps of a spiking network: what each knob buys")
-    chain = Chain.equal(StepCost(64 * 26 * 4, 64 * 106 * 4), 400)
+    chain = Chain.equal(StepCost(64 * 18 * 4, 64 * 26 * 4), 400)
     table = Table("knob", "peak", "of plain", "snapshots", "runs per step", "time")
     knobs = [
         ("keep everything", choose(chain, "100%")),
@@ -75,8 +79,8 @@ def _tutorial(console: Console) -> None:
         ("base=20", choose(chain, base=20)),
         ("none", choose(chain)),
         ("checkpoints=10", choose(chain, checkpoints=10)),
+        ('budget="10%"', choose(chain, "10%")),
         ('budget="5%"', choose(chain, "5%")),
-        ('budget="2%"', choose(chain, "2%")),
     ]
     for name, plan in knobs:
         table.add_row(Text(name), *_figures(plan, chain))

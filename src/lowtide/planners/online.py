@@ -8,9 +8,10 @@ so what a set of snapshots will cost at length T is known in closed form:
 
 Whenever all slots are taken and the chain goes on, the snapshot is dropped (or the newest state not stored)
 whose loss leaves this sum least. Up to beta(s, 2) - 1 steps that reaches 2T - s, which is what the online
-schedules of Stumm and Walther (2010) reach there and the least possible; beyond, Wang, Moin and Iaccarino's
-(2009) rule of levels bounds how often any one step is repeated, but runs up to 1.47 times the offline optimum
-where this greedy choice stays within 1.19 (docs/decisions/0005-online-snapshots.md has the comparison).
+schedules of Stumm and Walther (2010) reach there, and the least possible: T runs in the sweep, and one more for
+each of the T - s starts that are not stored when it ends. Beyond, Wang, Moin and Iaccarino's (2009) rule of levels
+bounds how often any one step is repeated, but runs up to 1.47 times the offline optimum where this greedy choice
+stays within 1.19 (docs/decisions/0005-online-snapshots.md has the comparison).
 """
 
 from __future__ import annotations

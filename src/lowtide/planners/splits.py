@@ -29,6 +29,30 @@ def equal_step(chain: Chain) -> StepCost:
     return chain[0]
 
 
+def equal_bill(
+    chain: Chain,
+    option: int,
+    *,
+    plain_runs: int,
+    peak_memory: int,
+    peak_snapshots: int,
+    on_disk: int = 0,
+    disk_seconds: float = 0.0,
+) -> Bill:
+    """The bill of counts over equal steps, each taped and pulled back once."""
+    step, length = equal_step(chain), len(chain)
+    pulling = length * step.menu[option].extra + length * step.backward
+    return Bill(
+        plain_runs=plain_runs,
+        taping_runs=length,
+        backward_runs=length,
+        peak_memory=peak_memory,
+        peak_disk=on_disk * step.state,
+        peak_snapshots=peak_snapshots,
+        seconds=(plain_runs + length) * step.forward + pulling + disk_seconds,
+    )
+
+
 def play(rule: Rule, start: int, stop: int, *, held: int = 0, option: int = 0) -> Iterator[Action]:
     """The actions that reverse [start, stop).
 
@@ -72,7 +96,7 @@ class _Tally(NamedTuple):
 def bill(rule: Rule, chain: Chain, *, option: int = 0, disk: Disk | None = None) -> Bill:
     """What `play` over the whole chain costs, from its distinct stretches."""
     step, length = equal_step(chain), len(chain)
-    tape, extra = step.menu[option].tape, step.menu[option].extra
+    tape = step.menu[option].tape
     tallies: dict[tuple[int, int, Tier | None, bool], _Tally] = {}
     root = (length, 0, None, True)
     pending: list[tuple[int, int, Tier | None, bool]] = [root]
@@ -104,15 +128,15 @@ def bill(rule: Rule, chain: Chain, *, option: int = 0, disk: Disk | None = None)
         )
         pending.pop()
     total = tallies[root]
-    seconds = (total.plain_runs + length) * step.forward + (length * extra + length * step.backward)
+    disk_seconds = 0.0
     if disk is not None:
-        seconds += total.writes * step.state * disk.write + total.reads * step.state * disk.read
-    return Bill(
+        disk_seconds = total.writes * step.state * disk.write + total.reads * step.state * disk.read
+    return equal_bill(
+        chain,
+        option,
         plain_runs=total.plain_runs,
-        taping_runs=length,
-        backward_runs=length,
         peak_memory=total.memory,
-        peak_disk=total.on_disk * step.state,
         peak_snapshots=total.snapshots,
-        seconds=seconds,
+        on_disk=total.on_disk,
+        disk_seconds=disk_seconds,
     )

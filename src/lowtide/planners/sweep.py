@@ -19,6 +19,7 @@ from lowtide.chain import Chain, StepCost
 from lowtide.checks import MOST_STEPS, keep_whole
 from lowtide.errors import InputError
 from lowtide.plan import Bill, registered
+from lowtide.planners.splits import equal_bill
 from lowtide.simulate import simulate_actions
 
 
@@ -104,21 +105,13 @@ def sweep_bill(chain: Chain, count: int, last: int, fullest: int, option: int = 
     others holds.
     """
     step, length = chain[0], len(chain)
-    tape, extra = step.menu[option].tape, step.menu[option].extra
+    tape = step.menu[option].tape
     # The last stretch is taped beside every other start, and before there is a cotangent; the sweep holds them all too.
     peaks = [(count - 1) * step.state + last * tape + max(step.working.tape, step.working.backward)]
     if count > 1:
         peaks.append(fullest + max(step.working.tape + step.cotangent, step.working.backward))
         peaks.append((count - 1) * step.state + step.working.advance)
-    return Bill(
-        plain_runs=length - last,
-        taping_runs=length,
-        backward_runs=length,
-        peak_memory=max(peaks),
-        peak_disk=0,
-        peak_snapshots=count - 1,
-        seconds=(2 * length - last) * step.forward + (length * extra + length * step.backward),
-    )
+    return equal_bill(chain, option, plain_runs=length - last, peak_memory=max(peaks), peak_snapshots=count - 1)
 
 
 def least_sweep(chain: Chain) -> Sweep:

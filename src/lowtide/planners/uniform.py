@@ -163,7 +163,7 @@ class OneSlot:
         """In closed form; `splits.bill` would visit as many stretches as there are sweeps."""
         step, length = chain[0], len(chain)
         sweeps, plain_runs = self._sweeps(length), self.bound(length)
-        tape, extra = step.menu[option].tape, step.menu[option].extra
+        tape = step.menu[option].tape
         again = max(step.working.tape + step.cotangent, step.working.backward)
         first = max(step.working.tape, step.working.backward)
         peaks = [
@@ -171,15 +171,7 @@ class OneSlot:
             step.state + self._taped * tape + (again if sweeps > 1 else first),
             (length - sweeps * self._taped) * tape + again,
         ]
-        return Bill(
-            plain_runs=plain_runs,
-            taping_runs=length,
-            backward_runs=length,
-            peak_memory=max(peaks),
-            peak_disk=0,
-            peak_snapshots=1,
-            seconds=(plain_runs + length) * step.forward + (length * extra + length * step.backward),
-        )
+        return splits.equal_bill(chain, option, plain_runs=plain_runs, peak_memory=max(peaks), peak_snapshots=1)
 
     def _sweeps(self, length: int) -> int:
         return max(0, -((self._last - length) // self._taped))
