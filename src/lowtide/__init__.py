@@ -5,7 +5,7 @@ This package is the planning core: numbers in, plans out. It loads neither torch
 
 from lowtide import planners
 from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
-from lowtide.errors import BudgetError, CheckpointError, InputError, LowtideError, PlanError
+from lowtide.errors import BudgetError, CheckpointError, FunctionError, InputError, LowtideError, PlanError
 from lowtide.plan import Bill, Plan, Receipt
 
 __version__ = "0.1.0"
@@ -16,6 +16,7 @@ __all__ = [
     "Chain",
     "CheckpointError",
     "Disk",
+    "FunctionError",
     "InputError",
     "LowtideError",
     "Plan",

@@ -2,7 +2,8 @@
 
     LowtideError
     |-- InputError (ValueError)         an argument that cannot be used: what was given, what is accepted
-    |   `-- BudgetError                 no plan fits the budget: `.least` is the smallest that works
+    |   |-- BudgetError                 no plan fits the budget: `.least` is the smallest that works
+    |   `-- FunctionError (TypeError)   something that was to be called cannot be
     |-- PlanError (ValueError)          a plan that breaks the rules: `.place`, `.action`, `.state`
     `-- CheckpointError (RuntimeError)  a run that cannot give the plain run's result
 
@@ -36,6 +37,10 @@ class BudgetError(InputError):
 
     def __str__(self) -> str:
         return f"no plan fits budget={self.budget:,} B: the least that works is {self.least:,} B; {self.remedy}"
+
+
+class FunctionError(InputError, TypeError):
+    """Something that was to be called cannot be."""
 
 
 class PlanError(LowtideError, ValueError):

@@ -1,0 +1,37 @@
+"""Lowtide for PyTorch: loops whose backward fits the memory you have.
+
+    import lowtide.torch as lt
+    ys = lt.checkpointed_for_loop(net, xs, budget="64MiB")
+"""
+
+from lowtide.torch import measure, spiking
+from lowtide.torch.compare import Comparison, compare_gradients
+from lowtide.torch.inputs import Steps
+from lowtide.torch.loops import (
+    checkpointed_for_loop,
+    checkpointed_scan,
+    for_loop,
+    plan_for_loop,
+    plan_scan,
+    scan,
+)
+from lowtide.torch.recording import Recording, is_recomputing, record
+from lowtide.torch.while_loop import checkpointed_while_loop
+
+__all__ = [
+    "Comparison",
+    "Recording",
+    "Steps",
+    "checkpointed_for_loop",
+    "checkpointed_scan",
+    "checkpointed_while_loop",
+    "compare_gradients",
+    "for_loop",
+    "is_recomputing",
+    "measure",
+    "plan_for_loop",
+    "plan_scan",
+    "record",
+    "scan",
+    "spiking",
+]

@@ -1,0 +1,209 @@
+"""What a step closes over: tensors that need a gradient and that it neither made nor was given.
+
+They are found in the first taped step's graph. Every leaf of it, and every node older than the step, must belong to
+a captured tensor; leaves name their tensor, older nodes are matched with the tensors that the step was seen to pass
+to torch's functions. Later steps are walked too: one that reaches something never seen is refused, because its
+gradient would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from lowtide.errors import CheckpointError
+
+_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # the number that the next node will get
+
+
+def now() -> int:
+    """A mark in the order in which this thread makes nodes: later ones have it or more."""
+    return _sequence_number()
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Where the tensor's gradient arrives; unlike the tensor it keeps no values alive."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
+def gradients(
+    roots: list[Any], wanted: list[torch.Tensor], cotangents: list[torch.Tensor], *, keep: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` with None for what is not reached, without its checks of every single root.
+
+    They take longer than a small step, and what is checked, shapes and dtypes, is known to be right here.
+    """
+    results: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+        tuple(roots), tuple(cotangents), keep, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+    )
+    return results
+
+
+def strangers(roots: Iterable[Node], known: set[Node], since: int) -> list[Node]:
+    """Leaves and nodes older than `since` that the graph below `roots` reaches without passing a known one."""
+    found: list[Node] = []
+    seen = set(known)
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        following = node.next_functions
+        if not following or node._sequence_nr() < since:
+            found.append(node)
+            continue
+        for below, _ in following:
+            if below is not None and below not in seen:
+                stack.append(below)
+    return found
+
+
+class Watch(TorchFunctionMode):
+    """Sees what a step hands to torch's functions: generators, and tensors that were there before it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = now()
+        self.tensors: dict[int, torch.Tensor] = {}
+        # With the state that each had when it was first met.
+        self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(item, torch.Tensor):
+                    node = item.grad_fn
+                    if node is not None and node._sequence_nr() < self._since:
+                        self.tensors[id(item)] = item
+                elif isinstance(item, torch.Generator) and id(item) not in self.generators:
+                    self.generators[id(item)] = (item, item.get_state())
+        return func(*args, **kwargs)
+
+
+class _Substituting(TorchFunctionMode):
+    """Hands torch's functions another tensor in place of each one that is a key."""
+
+    def __init__(self, aliases: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._aliases = aliases
+
+    def _swap(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._aliases.get(id(value), value)
+        if type(value) in (tuple, list):
+            return type(value)(self._swap(item) for item in value)
+        return value
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        swapped = {name: self._swap(value) for name, value in (kwargs or {}).items()}
+        return func(*(self._swap(value) for value in args), **swapped)
+
+
+class Captured:
+    """The captured tensors, and which node each one's gradient arrives at.
+
+    A captured tensor that was computed from another one needs care: the gradient of a stretch would run through it
+    into the other, and the same would happen again outside the loop. While a stretch is taped, an alias takes its
+    place.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self._nodes: dict[Node, int] = {}
+        self._aliases: dict[int, torch.Tensor] = {}
+        self.targets: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    def add(self, tensor: torch.Tensor, name: str) -> None:
+        """Capture one tensor."""
+        node = edge_of(tensor).node
+        if node not in self._nodes:
+            self._nodes[node] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.names.append(name)
+
+    def learn(self, roots: list[Node], given: list[torch.Tensor], since: int, watch: Watch) -> None:
+        """Capture what the first step's graph reaches beside what it was given, or say what cannot be captured."""
+        candidates = {edge_of(tensor).node: tensor for tensor in watch.tensors.values()}
+        known = {edge_of(tensor).node for tensor in given} | self._nodes.keys()
+        for node in strangers(roots, known, since):
+            tensor = candidates.get(node, getattr(node, "variable", None))
+            if tensor is None:
+                raise CheckpointError(
+                    f"the step uses a tensor computed before the loop (by {node.name()}) that reaches it out of sight, "
+                    "through a custom autograd Function; name it: captures=(tensor,)"
+                )
+            self.add(tensor, f"a tensor of shape {tuple(tensor.shape)} that the step closes over")
+
+    def settle(self) -> bool:
+        """No more captures. Whether some were computed from others, so that earlier graphs cannot be used."""
+        for tensor in self.tensors:
+            if tensor.grad_fn is not None and self._depends(tensor):
+                self._aliases[id(tensor)] = tensor.detach().requires_grad_()
+        self.targets = [self._aliases.get(id(tensor), tensor) for tensor in self.tensors]
+        self._nodes = {edge_of(target).node: k for k, target in enumerate(self.targets)}
+        self._versions = [tensor._version for tensor in self.tensors]
+        return bool(self._aliases)
+
+    def changed(self) -> list[str]:
+        """Names of captured tensors that were changed in place since `settle`."""
+        rows = zip(self.names, self.tensors, self._versions, strict=True)
+        return [name for name, tensor, version in rows if tensor._version != version]
+
+    def _depends(self, tensor: torch.Tensor) -> bool:
+        assert tensor.grad_fn is not None
+        others = set(self._nodes) - {tensor.grad_fn}
+        seen: set[Node] = set()
+        stack: list[Node] = [tensor.grad_fn]
+        while stack:
+            node = stack.pop()
+            if node in others:
+                return True
+            if node not in seen:
+                seen.add(node)
+                stack += [below for below, _ in node.next_functions if below is not None]
+        return False
+
+    @property
+    def nodes(self) -> set[Node]:
+        """Where the captured tensors' gradients arrive."""
+        return set(self._nodes)
+
+    def in_place_of(self, others: dict[int, torch.Tensor] | None = None) -> Any:
+        """Inside, aliases (or `others`, by the identity of what they replace) stand in for dependent tensors."""
+        aliases = self._aliases if others is None else others
+        return _Substituting(aliases) if aliases else nullcontext()
+
+    @property
+    def dependent(self) -> list[torch.Tensor]:
+        """Captured tensors that were computed from other captured ones."""
+        return [tensor for tensor in self.tensors if id(tensor) in self._aliases]
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Inside, hooks on captured tensors are silent: they are for the whole gradient, not for each stretch's."""
+        hooked = [tensor for tensor in self.targets if tensor._backward_hooks]
+        if not hooked:
+            yield
+            return
+        held = [tensor._backward_hooks for tensor in hooked]
+        for tensor in hooked:
+            tensor._backward_hooks = None
+        try:
+            yield
+        finally:
+            for tensor, hooks in zip(hooked, held, strict=True):
+                tensor._backward_hooks = hooks

@@ -1,0 +1,136 @@
+"""With Lowtide and without it: the same gradients? At what cost?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from lowtide.errors import InputError
+from lowtide.plan import Receipt
+from lowtide.sizes import format_size
+from lowtide.torch.ambient import Randomness
+from lowtide.torch.bits import same_bits
+from lowtide.torch.hidden import Hidden
+from lowtide.torch.recording import plainly, record
+from lowtide.torch.trees import leaves_of
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One value or gradient: whether every bit agrees, and the largest difference if not."""
+
+    name: str
+    same: bool
+    difference: float
+
+    def __str__(self) -> str:
+        return f"{self.name:<40} {'same bits' if self.same else f'differs by up to {self.difference:.3g}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `compare_gradients` found: one row for each value and gradient, and what both runs cost."""
+
+    rows: tuple[Compared, ...]
+    plain: Receipt
+    lowtide: Receipt
+
+    @property
+    def same(self) -> bool:
+        """Whether every bit agrees."""
+        return all(row.same for row in self.rows)
+
+    def __str__(self) -> str:
+        runs = self.lowtide.plain_runs + self.lowtide.taping_runs + self.lowtide.probe_runs
+        memory = f"{format_size(self.lowtide.peak_memory)} of tensors, {format_size(self.plain.peak_memory)} without"
+        lines = [str(row) for row in self.rows]
+        return "\n".join([*lines, f"{runs:,} runs of a step with Lowtide, at most {memory}"])
+
+
+def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:
+    """Run `fn(*args, **kwargs)` and its backward twice, with Lowtide's loops as plain loops and as they are.
+
+    `fn` returns a loss, or anything with tensors in it, which are summed. Gradients are compared for every tensor that needs
+    one and that the result depends on. Random generators and the state of modules are put back after each run.
+    """
+    hidden, random = Hidden(_Parts(fn, args, kwargs)), Randomness(())
+    outcomes = []
+    for without in (True, False):
+        try:
+            with hidden.meeting_modules(), record() as recording:
+                if without:
+                    with plainly():
+                        loss = _loss(fn(*args, **kwargs))
+                else:
+                    loss = _loss(fn(*args, **kwargs))
+                leaves = _leaves(loss)
+                gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+            outcomes.append((loss, leaves, gradients, recording.receipt))
+        finally:
+            hidden.undo()
+            random.restore(random.start)
+    (loss, leaves, gradients, plain), (other_loss, other_leaves, other_gradients, ours) = outcomes
+    names = {id(leaf): f"argument {k}" for k, leaf in enumerate(leaves_of((args, kwargs)))} | hidden.parameters
+    first = {id(leaf): gradient for leaf, gradient in zip(leaves, gradients, strict=True)}
+    second = {id(leaf): gradient for leaf, gradient in zip(other_leaves, other_gradients, strict=True)}
+    rows = [_compared("the result", loss, other_loss)]
+    everything = {id(leaf): leaf for leaf in (*leaves, *other_leaves)}
+    for k, (key, leaf) in enumerate(everything.items()):
+        name = names.get(key, f"tensor {k} of shape {tuple(leaf.shape)}")
+        rows.append(_compared(f"gradient of {name}", first.get(key), second.get(key)))
+    return Comparison(tuple(rows), plain, ours)
+
+
+class _Parts:
+    """A function with its arguments, so that modules among either are found."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.fn = fn
+        self.modules = nn.ModuleList([leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, nn.Module)])
+
+    def __call__(self) -> None:
+        """Never called: it is looked through."""
+
+
+def _loss(result: Any) -> torch.Tensor:
+    tensors = [t for t in leaves_of(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not tensors:
+        raise InputError("fn returned nothing that needs a gradient; return the loss, or tensors that depend on parameters")
+    if len(tensors) == 1 and tensors[0].numel() == 1:
+        return tensors[0]
+    total = sum((t.abs() if t.is_complex() else t).sum() for t in tensors)
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Every leaf that the loss depends on."""
+    seen: set[Node] = set()
+    stack = [loss.grad_fn]
+    leaves: dict[int, torch.Tensor] = {}
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            leaves[id(variable)] = variable
+        stack += [below for below, _ in node.next_functions]
+    return list(leaves.values())
+
+
+def _compared(name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> Compared:
+    if one is None or other is None:
+        # No gradient and a gradient of zeros are the same to an optimiser.
+        present = one if one is not None else other
+        difference = 0.0 if present is None else float(present.detach().abs().max())
+        return Compared(name, difference == 0.0, difference)
+    same = same_bits(one, other)
+    difference = 0.0 if same else float((one.detach() - other.detach()).abs().max())
+    return Compared(name, same, difference)

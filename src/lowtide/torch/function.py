@@ -1,0 +1,81 @@
+"""The autograd Function that spans a loop, and its differentiable backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lowtide.actions import Action
+from lowtide.torch import recording
+from lowtide.torch.engine import Engine
+
+
+def run(engine: Engine, actions: Callable[[], Iterator[Action]]) -> tuple[list[Any], list[Any]]:
+    """Run the engine's loop by the plan whose actions these are; gives results of outputs and the final state."""
+    engine.plan_actions = actions
+    tensors = [leaf for leaf, flag in zip(engine.start_leaves(), engine.first_flags, strict=True) if flag]
+    tensors += [*engine.inputs.differentiable, *engine.captured.tensors]
+    box: list[Any] = []
+    results = iter(_Loop.apply(engine, box, *tensors))
+    merged = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in box]
+    count = len(engine.profile.outputs)
+    return merged[:count], merged[count:]
+
+
+class _Loop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, box: list[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        finals = engine.sweep(engine.plan_actions())
+        results = [*engine.outputs.results(), *finals]
+        finals_flags = engine.final_flags()
+        flags = [*engine.profile.outputs, *finals_flags]
+        ctx.engine = engine
+        ctx.tensor_places = [k for k, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
+        ctx.total = len(results)
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        plain = [leaf for leaf, flag in zip(results, flags, strict=True) if isinstance(leaf, torch.Tensor) and not flag]
+        ctx.mark_non_differentiable(*plain)
+        box += results
+        return tuple(leaf for leaf in results if isinstance(leaf, torch.Tensor))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors  # torch refuses here what was freed or changed in place
+        placed: list[torch.Tensor | None] = [None] * ctx.total
+        for place, grad in zip(ctx.tensor_places, grads, strict=True):
+            placed[place] = grad
+        if torch.is_grad_enabled():
+            return (None, None, *_differentiable(ctx.engine, tensors, placed))
+        return (None, None, *ctx.engine.backward(placed))
+
+
+def _differentiable(
+    engine: Engine, tensors: tuple[torch.Tensor, ...], grads: list[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """The plain loop run again from `tensors`, with a graph through which gradients can be differentiated."""
+    with recording.recomputing():
+        captured = engine.captured
+        # Fresh nodes for everything that is given, so that nothing runs on into how it was made.
+        given = [tensor.view_as(tensor) for tensor in tensors[: len(tensors) - len(captured.tensors)]]
+        swaps = {id(tensor): tensor.view_as(tensor) for tensor in captured.dependent}
+        wanted = [*given, *(swaps.get(id(tensor), tensor) for tensor in captured.tensors)]
+        with captured.in_place_of(swaps):
+            results = engine.plain_again(given)
+        pairs = [
+            (result, grad)
+            for result, grad in zip(results, grads, strict=True)
+            if grad is not None and isinstance(result, torch.Tensor) and result.requires_grad
+        ]
+        if not pairs:
+            return (None,) * len(wanted)
+        with captured.without_hooks():
+            return torch.autograd.grad(
+                [result for result, _ in pairs],
+                wanted,
+                [grad for _, grad in pairs],
+                create_graph=True,
+                allow_unused=True,
+            )

@@ -1,0 +1,325 @@
+"""Hidden state: what a step keeps outside its arguments, found, carried along, restored for reruns.
+
+Before the first step every slot (`slots.py`) is recorded; whatever has changed after the probe steps is carried: read
+into snapshots, written back for reruns. A value is an opaque nested value, because the first step may find None, 0.0
+or an empty tensor where later ones find a state. Changes are found by comparing values, not only versions: BatchNorm's
+statistics change without one.
+
+In a module every change counts, of Python numbers too. Outside modules only tensors that take the place of others
+count: a counter or a list that grows is the user's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lowtide.errors import CheckpointError, InputError
+from lowtide.torch.bits import checksum, same_bits
+from lowtide.torch.slots import MISSING, Slot, Slots
+from lowtide.torch.trees import Form, FormError, Opaque, form_of
+
+# A container with more entries than this is data, not state.
+_MOST_ENTRIES = 1000
+
+
+@dataclass(slots=True)
+class _Value:
+    """A slot's value in a snapshot, with the versions that its tensors had."""
+
+    form: Form
+    leaves: list[Any]
+    versions: list[int]
+
+
+@dataclass(slots=True)
+class HiddenState:
+    """The values of all carried slots at one step."""
+
+    values: list[_Value] = field(default_factory=list)
+
+    def leaves(self) -> list[Any]:
+        """All leaves in a row."""
+        return [leaf for value in self.values for leaf in value.leaves]
+
+
+class _Record:
+    """A slot's value at some moment, so that a change can be seen and undone."""
+
+    __slots__ = ("copies", "form", "leaves", "value", "versions")
+
+    def __init__(self, value: Any, in_module: bool) -> None:
+        self.value = value
+        self.form, self.leaves = _opened(value)
+        self.versions = _versions(self.leaves)
+        # What a closure holds may be a whole data set: it is never copied, and changing it in place is refused.
+        self.copies = [_copied(leaf) for leaf in self.leaves] if in_module else self.leaves
+
+    def in_place(self) -> bool:
+        """Whether a tensor of it has been changed in place since."""
+        rows = zip(self.leaves, self.versions, self.copies, strict=True)
+        return any(
+            leaf._version != version or (leaf is not copy and not same_bits(leaf, copy))
+            for leaf, version, copy in rows
+            if isinstance(leaf, torch.Tensor)
+        )
+
+    def differs(self, value: Any) -> bool:
+        """Whether `value` is another one."""
+        if isinstance(self.form, Opaque) or value is MISSING:
+            return value is not self.value
+        try:
+            leaves = self.form.flatten(value)
+        except FormError:
+            return True
+        rows = zip(leaves, self.leaves, self.copies, strict=True)
+        return not all(new is old or _same(new, copy) for new, old, copy in rows)
+
+    def snapshot(self) -> _Value:
+        """The recorded value, as a snapshot holds it."""
+        return _Value(self.form, list(self.copies), _versions(self.copies))
+
+    def undo(self, slot: Slot) -> None:
+        """Put everything back as it was recorded, into the very same objects."""
+        with torch.no_grad():
+            for leaf, copy in zip(self.leaves, self.copies, strict=True):
+                if isinstance(leaf, torch.Tensor) and leaf is not copy and not same_bits(leaf, copy):
+                    leaf.detach().copy_(copy)
+        _refill(self.value, self.form.unflatten(self.leaves))
+        slot.set(self.value)
+
+
+@dataclass(slots=True, eq=False)
+class _Carried:
+    slot: Slot
+    in_place: bool
+    start: _Record | None  # before the first step
+    latest: _Record | None  # after the latest probe step
+
+
+class Hidden:
+    """The hidden state of one step function, `f`; `named` slots are carried even if the first steps leave them alone."""
+
+    def __init__(self, f: Callable[..., Any], named: Iterable[str] = ()) -> None:
+        self._records: dict[Slot, _Record] = {}
+        self._named = tuple(named)
+        self._steady: list[tuple[Slot, Any, list[Any]]] = []
+        self._carried: list[_Carried] = []
+        self._slots = Slots(f, self._meet)
+
+    def _meet(self, slot: Slot) -> None:
+        self._records[slot] = _Record(slot.get(), slot.in_module)
+
+    # --- finding
+
+    @property
+    def parameters(self) -> dict[int, str]:
+        """Names of the parameters of all modules that take part, by identity."""
+        return self._slots.parameters
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Every module that takes part."""
+        return self._slots.modules()
+
+    def meeting_modules(self) -> AbstractContextManager[None]:
+        """Inside, every module that is called for the first time is recorded before it runs."""
+        return self._slots.meeting_modules()
+
+    def probe(self, earlier: list[HiddenState]) -> None:
+        """After a probe step: carry what has changed; `earlier` states get the values it had until now."""
+        for slot in self._slots.new_entries():
+            self._records[slot] = _Record(MISSING, slot.in_module)
+        carried = {entry.slot for entry in self._carried}
+        for entry in self._carried:
+            entry.in_place |= entry.latest is not None and entry.latest.in_place()
+            entry.latest = _Record(entry.slot.get(), in_module=True)
+        for slot, record in self._records.items():
+            if slot in carried:
+                continue
+            value, in_place = slot.get(), record.in_place()
+            if in_place and not slot.in_module:
+                raise CheckpointError(
+                    f"the step changes {slot.label} in place, which is outside its arguments and its modules; assign "
+                    "a new tensor instead, or pass it as part of the carry"
+                )
+            wanted = any(slot.label == name or slot.label.endswith(f".{name}") for name in self._named)
+            if wanted or in_place or (record.differs(value) and _counts(slot, record, value)):
+                self._carried.append(_Carried(slot, in_place or wanted, record, _Record(value, in_module=True)))
+                for state in earlier:
+                    state.values.append(record.snapshot())
+
+    def start_leaves(self) -> list[Any]:
+        """The leaves that the carried slots held before the first step: the objects themselves."""
+        return [leaf for entry in self._carried if entry.start is not None for leaf in entry.start.leaves]
+
+    def settle(self) -> None:
+        """The probe steps are over: of what is not carried, checksums are enough from here on."""
+        carried = {entry.slot for entry in self._carried}
+        labels = [slot.label for slot in self._records]
+        for name in self._named:
+            if not any(label == name or label.endswith(f".{name}") for label in labels):
+                raise InputError(f"hidden={name!r} is not among what the step keeps: {', '.join(labels) or 'nothing'}")
+        self._steady = [
+            (slot, record.value, _digest(record.leaves, slot.in_module))
+            for slot, record in self._records.items()
+            if slot not in carried
+        ]
+        self._records = {slot: record for slot, record in self._records.items() if slot in carried}
+        for entry in self._carried:
+            entry.latest = None
+
+    def strays(self) -> list[str]:
+        """Names of slots that have changed since `settle` without being carried."""
+        self._steady += [(slot, MISSING, [MISSING]) for slot in self._slots.new_entries()]
+        return [slot.label for slot, value, digest in self._steady if not _is_as_it_was(slot, value, digest)]
+
+    # --- reading and writing
+
+    def read(self, *, copy: bool = False) -> HiddenState:
+        """The present values. Tensors that steps change in place are copied, the others only with `copy`."""
+        values = []
+        for entry in self._carried:
+            form, leaves = _opened(entry.slot.get())
+            if entry.in_place or copy:
+                leaves = [_copied(leaf) for leaf in leaves]
+            values.append(_Value(form, leaves, _versions(leaves)))
+        return HiddenState(values)
+
+    def write(self, state: HiddenState) -> None:
+        """Put a snapshot's values into the slots, in containers of their own."""
+        for entry, value in zip(self._carried, state.values, strict=True):
+            if _versions(value.leaves) != value.versions:
+                raise CheckpointError(
+                    f"{entry.slot.label} was changed in place at a later step but not at the first ones, so its "
+                    f"snapshots are spoilt; assign a new tensor instead, or name it: hidden=({entry.slot.label!r},)"
+                )
+            leaves = [_copied(leaf) for leaf in value.leaves] if entry.in_place else value.leaves
+            entry.slot.set(value.form.unflatten(leaves))
+
+    def leaves(self) -> list[Any]:
+        """The leaves of the present values, uncopied."""
+        return [leaf for entry in self._carried for leaf in _opened(entry.slot.get())[1]]
+
+    def replace(self, leaves: list[Any]) -> None:
+        """Put these leaves where the present ones are; containers stay the same objects."""
+        rest = iter(leaves)
+        for entry in self._carried:
+            value = entry.slot.get()
+            form, old = _opened(value)
+            new = [next(rest) for _ in old]
+            if not all(a is b for a, b in zip(new, old, strict=True)):
+                rebuilt = form.unflatten(new)
+                entry.slot.set(value if _refill(value, rebuilt) else rebuilt)
+
+    def in_place(self) -> list[bool]:
+        """For each leaf, whether steps change its slot in place."""
+        return [entry.in_place for entry in self._carried for _ in _opened(entry.slot.get())[1]]
+
+    def names(self) -> list[str]:
+        """One name for each leaf."""
+        return [name for entry in self._carried for name in _opened(entry.slot.get())[0].names(entry.slot.label)]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, the slots may be written at will; afterwards they hold the objects they held before."""
+        held = [entry.slot.get() for entry in self._carried]
+        try:
+            yield
+        finally:
+            for entry, value in zip(self._carried, held, strict=True):
+                entry.slot.set(value)
+
+    def undo(self) -> None:
+        """Put every recorded slot back as it was before the first step.
+
+        Of slots that are not carried only the objects are known by now, not what was in them.
+        """
+        for slot, record in self._records.items():
+            if record.in_place() or record.differs(slot.get()):
+                record.undo(slot)
+        for slot, value, _ in self._steady:
+            if slot.get() is not value:
+                slot.set(value)
+
+    def forget_start(self) -> None:
+        """The loop ran through: what was there before the first step is needed no more."""
+        self._records.clear()
+        self._steady.clear()
+        for entry in self._carried:
+            entry.start = None
+
+
+def _opened(value: Any) -> tuple[Form, list[Any]]:
+    large = isinstance(value, list | tuple | dict) and len(value) > _MOST_ENTRIES
+    form = Opaque() if large or value is MISSING else form_of(value)
+    return form, form.flatten(value)
+
+
+def _versions(leaves: list[Any]) -> list[int]:
+    return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
+        return leaf.detach().clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _same(new: Any, old: Any) -> bool:
+    """Whether a leaf that is another object holds the same value. Tensors never do: they were assigned on purpose."""
+    if isinstance(new, np.ndarray) and isinstance(old, np.ndarray):
+        return bool(np.array_equal(new, old))
+    if isinstance(new, bool | int | float | complex | str | bytes):
+        return type(new) is type(old) and bool(new == old or new != new)
+    return False
+
+
+def _refill(container: Any, rebuilt: Any) -> bool:
+    """Give a dict or a list the contents of another and stay the same object; False for anything else."""
+    if isinstance(container, dict):
+        container.clear()
+        container.update(rebuilt)
+        return True
+    if isinstance(container, list):
+        container[:] = rebuilt
+        return True
+    return False
+
+
+def _counts(slot: Slot, record: _Record, value: Any) -> bool:
+    """Whether a change is one of state: any in a module; elsewhere tensors that take the place of others."""
+    if slot.in_module:
+        return True
+    leaves = _opened(value)[1]
+    has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    return has_tensors and (len(leaves) == len(record.leaves) or record.value is None)
+
+
+def _digest(leaves: list[Any], in_module: bool) -> list[Any]:
+    return [
+        (leaf._version, checksum(leaf) if in_module else 0) if isinstance(leaf, torch.Tensor) else _copied(leaf)
+        for leaf in leaves
+    ]
+
+
+def _is_as_it_was(slot: Slot, value: Any, digest: list[Any]) -> bool:
+    now = slot.get()
+    if not slot.in_module:
+        # A variable of the user's own that is not state: only a tensor that is now another one, or changed, matters.
+        return not isinstance(value, torch.Tensor) or (now is value and now._version == digest[0][0])
+    if isinstance(value, torch.Tensor) and now is not value:
+        return False
+    leaves = _opened(now)[1]
+    if len(leaves) != len(digest):
+        return False
+    return all(
+        (leaf._version, checksum(leaf)) == old if isinstance(leaf, torch.Tensor) else leaf is old or _same(leaf, old)
+        for leaf, old in zip(leaves, digest, strict=True)
+    )

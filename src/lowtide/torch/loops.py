@@ -1,0 +1,427 @@
+"""Loops over steps: plain ones that keep every tape, and checkpointed ones that keep what a plan says.
+
+`scan` and `for_loop` are ordinary Python loops. `checkpointed_scan` and `checkpointed_for_loop` give the same results and
+gradients within a budget: the first steps are probed, a plan is chosen, and the engine plays it. Without grad, a
+checkpointed loop is a plain one that keeps no tapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.chain import Chain, StepCost
+from lowtide.checks import whole_number
+from lowtide.errors import BudgetError, InputError, LowtideError
+from lowtide.plan import Plan
+from lowtide.planners.choose import choose, least_budget
+from lowtide.sizes import parse_budget
+from lowtide.torch import function, recording
+from lowtide.torch.ambient import Ambient, Randomness
+from lowtide.torch.compiling import compiled
+from lowtide.torch.engine import Engine
+from lowtide.torch.hidden import Hidden
+from lowtide.torch.inputs import Inputs
+from lowtide.torch.outputs import Outputs, outputs_for
+from lowtide.torch.probe import Probed, probe
+from lowtide.torch.progress import progress
+from lowtide.torch.stepping import StepFunction, Stepper
+from lowtide.torch.trees import form_of
+
+Reduce = str | tuple[Any, Callable[[Any, Any], Any]] | None
+Contexts = Iterable[Callable[[], AbstractContextManager[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Knob:
+    """The one knob that was turned."""
+
+    base: int | None
+    checkpoints: int | None
+    budget: int | str | None
+    plan: Plan | None
+
+    def __post_init__(self) -> None:
+        given = {"base": self.base, "checkpoints": self.checkpoints, "budget": self.budget, "plan": self.plan}
+        turned = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        if len(turned) > 1:
+            raise InputError(f"{' and '.join(turned)} are two knobs; give one of {', '.join(given)}, or none")
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise InputError(f"plan={self.plan!r} is a {type(self.plan).__name__}; give what plan_scan returned")
+        if self.base is not None:
+            whole_number(self.base, "base", least=1)
+        if self.checkpoints is not None:
+            whole_number(self.checkpoints, "checkpoints", least=1)
+        if self.budget is not None:
+            parse_budget(self.budget, 2**40)
+
+    def needs_costs(self) -> bool:
+        """Whether the plan depends on what a step costs."""
+        return self.base is None and self.checkpoints is None and self.plan is None
+
+    def choose(self, chain: Chain | None, length: int) -> Plan:
+        """The plan for `length` steps."""
+        if self.plan is not None:
+            if len(self.plan.chain) != length:
+                raise InputError(f"the plan is for {len(self.plan.chain):,} steps, the loop has {length:,}; plan again")
+            return self.plan
+        chain = chain or Chain.equal(StepCost(1, 1), length)
+        return choose(chain, self.budget, base=self.base, checkpoints=self.checkpoints)
+
+    def keeps_first_tape(self, length: int) -> bool:
+        """Whether the plan may begin by taping, as far as can be said before the costs are known."""
+        if self.plan is not None:
+            return self.plan.bill.plain_runs == 0
+        return length == 1 or (self.base is not None and self.base >= length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """A loop in one form for all of the functions below: `f(carry, x) -> (carry, y)`."""
+
+    f: StepFunction
+    target: Callable[..., Any]  # what the user gave, which hidden state is looked for in
+    init: Any
+    inputs: Inputs
+    reduce: Reduce
+
+    def folded(self) -> tuple[StepFunction, Any, Outputs]:
+        """The step, the initial carry and the outputs; a fold of the user's own is made part of the step."""
+        if isinstance(self.reduce, tuple | list):
+            if len(self.reduce) != 2 or not callable(self.reduce[1]):
+                raise InputError("reduce=(init, fold) takes an initial value and a function fold(acc, y) -> acc")
+            begin, fold = self.reduce
+
+            def step(carry: Any, x: Any) -> tuple[Any, None]:
+                result = self.f(carry[0], x)
+                if not isinstance(result, tuple | list) or len(result) != 2:
+                    return result  # type: ignore[return-value]  # the stepper says what is wrong with it
+                return (result[0], fold(carry[1], result[1])), None
+
+            return step, (self.init, begin), Outputs(self.inputs.length)
+        return self.f, self.init, outputs_for(self.reduce, self.inputs.length)
+
+    def unfolded(self, carry: Any, ys: Any) -> tuple[Any, Any]:
+        """Final carry and outputs as the user gets them."""
+        return (carry[0], carry[1]) if isinstance(self.reduce, tuple | list) else (carry, ys)
+
+
+def scan(
+    f: StepFunction,
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int = 1,
+    pbar: Any = None,
+    *,
+    reduce: Reduce = None,
+) -> tuple[Any, Any]:
+    """Run `carry, y = f(carry, x)` over the steps in a plain loop; gives the last carry and the stacked outputs.
+
+    Args:
+        f: the step. The carry and the output may be any nested value.
+        init: the carry before the first step.
+        xs: tensors with the steps along their first axis, in any nested value, or `Steps`; None for no inputs.
+        length: the number of steps, needed if `xs` does not say.
+        reverse: from the last step to the first; outputs stay where their inputs are.
+        unroll: accepted so that code for `jax.lax.scan` runs; in eager PyTorch there is nothing to unroll.
+        pbar: True, a number of steps between updates, a label, or an object with `update(n)`.
+        reduce: "mean", "sum", "last" or (init, fold): what to make of the outputs instead of a stack.
+    """
+    whole_number(unroll, "unroll", least=1)
+    loop = _Loop(f, f, init, Inputs(xs, length, reverse), reduce)
+    return _plain(loop, pbar)
+
+
+def for_loop(
+    f: Callable[..., Any],
+    *xs: Any,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int = 1,
+    pbar: Any = None,
+    reduce: Reduce = None,
+) -> Any:
+    """Run `y = f(*x)` over the steps in a plain loop; gives the stacked outputs. The arguments are those of `scan`."""
+    whole_number(unroll, "unroll", least=1)
+    return _plain(_without_carry(f, xs, length, reverse, reduce), pbar)[1]
+
+
+def checkpointed_scan(
+    f: StepFunction,
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    base: int | None = None,
+    checkpoints: int | None = None,
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    reverse: bool = False,
+    unroll: int = 1,
+    pbar: Any = None,
+    reduce: Reduce = None,
+    check_rerun: bool | None = False,
+    compile: bool = False,
+    generators: Iterable[torch.Generator] = (),
+    contexts: Contexts = (),
+    captures: Iterable[torch.Tensor] = (),
+    hidden: Iterable[str] = (),
+    advance_with_grad: bool = False,
+) -> tuple[Any, Any]:
+    """`scan` in bounded memory: the same results and, to the last bit, the same gradients.
+
+    One knob says how much memory: `budget`, `checkpoints`, `base`, or a `plan` made before. With none of them it is the
+    least memory that runs no step more than one extra time.
+
+    Args:
+        f: the step, as in `scan`. Modules it calls may keep state and draw random numbers.
+        init: as in `scan`.
+        xs: as in `scan`.
+        length: as in `scan`.
+        base: a snapshot every so many steps, and so many steps of tape.
+        checkpoints: at most so many snapshots, the initial state among them, and one step of tape.
+        budget: bytes for snapshots, tape and working set: 67108864, "64MiB", or "25%" of all tapes.
+        plan: what `plan_scan` returned.
+        reverse: as in `scan`.
+        unroll: as in `scan`.
+        pbar: as in `scan`; it moves once for each step forward and once backward, never for reruns.
+        reduce: as in `scan`.
+        check_rerun: reruns are compared with first runs where snapshots were taken; True does it at every step, None not
+            at all (for kernels that do not repeat to the last bit).
+        compile: run the step through `torch.compile`, in first runs and reruns alike.
+        generators: `torch.Generator`s that the step draws from; those it uses at the first step are found.
+        contexts: functions that make context managers to be entered for reruns, such as `lambda: sdpa_kernel(...)`.
+        captures: tensors that the step closes over and that are not found, because later steps are the first to use them.
+        hidden: names of module attributes to carry though the first steps do not change them.
+        advance_with_grad: run steps with grad even where no tape is kept, for steps that pick other kernels without it.
+    """
+    whole_number(unroll, "unroll", least=1)
+    knob = _Knob(base, checkpoints, budget, plan)
+    loop = _Loop(f, f, init, Inputs(xs, length, reverse), reduce)
+    extras = _Extras(check_rerun, compile, tuple(generators), tuple(contexts), tuple(captures), tuple(hidden))
+    return _checkpointed(loop, knob, extras, pbar, advance_with_grad)
+
+
+def checkpointed_for_loop(
+    f: Callable[..., Any],
+    *xs: Any,
+    length: int | None = None,
+    base: int | None = None,
+    checkpoints: int | None = None,
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    reverse: bool = False,
+    unroll: int = 1,
+    pbar: Any = None,
+    reduce: Reduce = None,
+    check_rerun: bool | None = False,
+    compile: bool = False,
+    generators: Iterable[torch.Generator] = (),
+    contexts: Contexts = (),
+    captures: Iterable[torch.Tensor] = (),
+    hidden: Iterable[str] = (),
+    advance_with_grad: bool = False,
+) -> Any:
+    """`for_loop` in bounded memory: `f(*x)` may be a stateful module as it is. The arguments are those of
+    `checkpointed_scan`.
+    """
+    whole_number(unroll, "unroll", least=1)
+    knob = _Knob(base, checkpoints, budget, plan)
+    extras = _Extras(check_rerun, compile, tuple(generators), tuple(contexts), tuple(captures), tuple(hidden))
+    return _checkpointed(_without_carry(f, xs, length, reverse, reduce), knob, extras, pbar, advance_with_grad)[1]
+
+
+def plan_scan(
+    f: StepFunction,
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    base: int | None = None,
+    checkpoints: int | None = None,
+    budget: int | str | None = None,
+    reverse: bool = False,
+    reduce: Reduce = None,
+    hidden: Iterable[str] = (),
+) -> Plan:
+    """The plan that `checkpointed_scan` would follow. Runs the first steps to measure them and leaves no trace."""
+    knob = _Knob(base, checkpoints, budget, None)
+    return _planned(_Loop(f, f, init, Inputs(xs, length, reverse), reduce), knob, tuple(hidden))
+
+
+def plan_for_loop(
+    f: Callable[..., Any],
+    *xs: Any,
+    length: int | None = None,
+    base: int | None = None,
+    checkpoints: int | None = None,
+    budget: int | str | None = None,
+    reverse: bool = False,
+    reduce: Reduce = None,
+    hidden: Iterable[str] = (),
+) -> Plan:
+    """The plan that `checkpointed_for_loop` would follow. Runs the first steps to measure them and leaves no trace."""
+    knob = _Knob(base, checkpoints, budget, None)
+    return _planned(_without_carry(f, xs, length, reverse, reduce), knob, tuple(hidden))
+
+
+@dataclass(frozen=True, slots=True)
+class _Extras:
+    check_rerun: bool | None = False
+    compile: bool = False
+    generators: tuple[torch.Generator, ...] = ()
+    contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+    captures: tuple[torch.Tensor, ...] = ()
+    hidden: tuple[str, ...] = ()
+
+
+def _without_carry(
+    f: Callable[..., Any], xs: tuple[Any, ...], length: int | None, reverse: bool, reduce: Reduce
+) -> _Loop:
+    Stepper(f, None)  # says so if f cannot be called
+    return _Loop(lambda _, x: (None, f(*x)), f, None, Inputs(xs, length, reverse), reduce)
+
+
+def _plain(loop: _Loop, pbar: Any) -> tuple[Any, Any]:
+    """Every step in turn; with grad its graph is kept, without there is none."""
+    f, init, outputs = loop.folded()
+    stepper = Stepper(f, init)
+    if loop.inputs.length == 0:
+        return loop.unfolded(init, _nothing(loop, stepper, outputs))
+    bar = progress(pbar, loop.inputs.length, with_backward=False)
+    keep, rows = torch.is_grad_enabled(), loop.inputs.connected(loop.inputs.differentiable)
+    carry = stepper.form.unflatten(stepper.init)
+    for k, x in enumerate(rows):
+        carry, y = stepper.call(k, carry, x)
+        if keep:
+            outputs.keep(k, loop.inputs.place(k), y)
+        else:
+            outputs.put(k, loop.inputs.place(k), outputs.leaves(k, y))
+        stepper.leaves(k, carry)
+        if bar is not None:
+            bar.update(1)
+    return loop.unfolded(carry, outputs.finish(outputs.graphed() if keep else outputs.results()))
+
+
+def _nothing(loop: _Loop, stepper: Stepper, outputs: Outputs) -> Any:
+    """The outputs of no steps: shapes come from running one on zeros and undoing it."""
+    if isinstance(loop.reduce, tuple | list):
+        return None
+    if loop.reduce in ("mean", "last"):
+        raise InputError(f'reduce="{loop.reduce}" of no steps has no value; give at least one step')
+    hidden, random = Hidden(loop.target), Randomness(())
+    try:
+        with torch.no_grad(), hidden.meeting_modules():
+            _, y = stepper.call(0, stepper.form.unflatten(stepper.init), loop.inputs.blank())
+        recording.count(probe=1)
+    finally:
+        hidden.undo()
+        random.restore(random.start)
+    leaves = outputs.leaves(0, y)
+    empty = [
+        (torch.zeros_like(leaf) if loop.reduce == "sum" else leaf.new_empty((0, *leaf.shape)))
+        if isinstance(leaf, torch.Tensor)
+        else []
+        for leaf in leaves
+    ]
+    return form_of(y).unflatten(empty)
+
+
+def _engine(loop: _Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) -> Engine:
+    f, init, outputs = loop.folded()
+    return Engine(
+        Stepper(f, init),
+        loop.inputs,
+        outputs,
+        Hidden(loop.target, extras.hidden),
+        Randomness(extras.generators),
+        Ambient(extras.contexts),
+        progress=progress(pbar, loop.inputs.length, with_backward=True),
+        check_rerun=extras.check_rerun,
+        advance_with_grad=advance_with_grad,
+    )
+
+
+def _checkpointed(
+    loop: _Loop, knob: _Knob, extras: _Extras, pbar: Any, advance_with_grad: bool
+) -> tuple[Any, Any]:
+    if not torch.is_grad_enabled() or loop.inputs.length == 0 or recording.runs_plainly():
+        return _plain(loop, pbar)
+    engine = _engine(loop, extras, pbar, advance_with_grad)
+    try:
+        if extras.compile:
+            plan = _compile(engine, loop, knob, extras)
+        else:
+            found = _probe(engine, knob, extras)
+            plan = _within(knob, found, loop.inputs.length)
+        results, finals = function.run(engine, plan.actions)
+        engine.refuse_strays()
+    except LowtideError:
+        engine.restart()
+        raise
+    engine.hidden.forget_start()
+    count = len(engine.stepper.init)
+    engine.hidden.replace(finals[count:])
+    return loop.unfolded(engine.stepper.form.unflatten(finals[:count]), engine.outputs.finish(results))
+
+
+def _probe(engine: Engine, knob: _Knob, extras: _Extras) -> Probed:
+    budget = None
+    if knob.budget is not None:
+        budget = parse_budget(knob.budget, 2**60)  # a share of all tapes keeps the first one for now
+    return probe(
+        engine,
+        captures=extras.captures,
+        costs=knob.needs_costs(),
+        pulls=knob.budget is not None,
+        budget=budget,
+        keep=knob.keeps_first_tape(engine.length),
+    )
+
+
+def _within(knob: _Knob, found: Probed, length: int) -> Plan:
+    """The plan; what finding out took must fit the budget too."""
+    plan = knob.choose(found.chain, length)
+    if knob.budget is not None and found.chain is not None:
+        budget = parse_budget(knob.budget, found.chain.plain_tape)
+        if budget < found.peak:
+            least = max(found.peak, least_budget(found.chain))
+            raise BudgetError(budget, least, "raise the budget, or make the steps smaller (a smaller batch)")
+    return plan
+
+
+def _compile(engine: Engine, loop: _Loop, knob: _Knob, extras: _Extras) -> Plan:
+    """Probe the step as it is, undo that, and let the compiled step run from the start."""
+    if knob.budget is not None:
+        raise InputError(
+            "budget= needs the bytes of each tensor, which a compiled step does not show; plan the step as it is with "
+            "plan_scan(f, ..., budget=...) and pass plan=, or turn another knob"
+        )
+    plan = _within(knob, _probe(engine, knob, extras), loop.inputs.length)
+    recording.count(probe=len(engine.ahead))
+    engine.restart()
+    engine.ahead.clear()
+    engine.advance_with_grad = True
+    if loop.f is loop.target:
+        engine.stepper.f = compiled(loop.f)
+    return plan
+
+
+def _planned(loop: _Loop, knob: _Knob, hidden: tuple[str, ...]) -> Plan:
+    extras = _Extras(hidden=hidden)
+    if loop.inputs.length == 0:
+        raise InputError("a loop of no steps needs no plan")
+    engine = _engine(loop, extras, None, advance_with_grad=False)
+    try:
+        with torch.enable_grad():
+            found = probe(engine, captures=(), costs=True, pulls=True, budget=None, keep=False)
+        recording.count(probe=len(engine.ahead))
+        return _within(knob, found, loop.inputs.length)
+    finally:
+        engine.restart()

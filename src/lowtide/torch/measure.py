@@ -1,0 +1,119 @@
+"""How many bytes of tensors a piece of code holds at its worst moment.
+
+    with measure.peak() as memory:
+        loss = train_step()
+    print(memory.peak, memory.now)
+
+On the CPU every storage made inside is followed until it dies, through a dispatch mode that sees each operation's
+results, in the backward too; scratch space that a kernel allocates and frees inside itself is not seen. Where there
+is a GPU, its allocator's own statistics are added. What existed before does not count, nor what dies of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Memory:
+    """Bytes of storages made while it was watching: `now` alive, `peak` at the worst moment."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self._alive: dict[int, int] = {}
+        self._gpus = [_Gpu(k) for k in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage from now until it dies; once, however often it is seen."""
+        if tensor.device.type not in ("cpu", "meta"):
+            return  # the device's allocator counts for itself
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size = storage.nbytes()
+        self._alive[key] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._died, key).atexit = False
+
+    def _died(self, key: int) -> None:
+        self.now -= self._alive.pop(key, 0)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage is among those counted and alive."""
+        return tensor.untyped_storage()._cdata in self._alive
+
+    def restart_peak(self) -> None:
+        """Forget the worst moment so far."""
+        self.peak = self.now
+
+    def _close(self) -> None:
+        self.now += sum(gpu.now() for gpu in self._gpus)
+        self.peak += sum(gpu.peak() for gpu in self._gpus)
+
+
+class _Gpu:
+    """The CUDA allocator's statistics since it was made. Not run in the project's own tests, which have no GPU."""
+
+    def __init__(self, index: int) -> None:  # pragma: no cover
+        self._index = index
+        torch.cuda.reset_peak_memory_stats(index)
+        self._before = torch.cuda.memory_allocated(index)
+
+    def now(self) -> int:  # pragma: no cover
+        return torch.cuda.memory_allocated(self._index) - self._before
+
+    def peak(self) -> int:  # pragma: no cover
+        return torch.cuda.max_memory_allocated(self._index) - self._before
+
+
+class _Watching(TorchDispatchMode):
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if made:
+            given = {
+                leaf.untyped_storage()._cdata
+                for leaf in tree_leaves((args, kwargs or {}))
+                if isinstance(leaf, torch.Tensor)
+            }
+            for tensor in made:
+                if tensor.untyped_storage()._cdata not in given:
+                    self._memory.see(tensor)
+        return result
+
+
+@contextmanager
+def peak() -> Iterator[Memory]:
+    """Watch the code inside; the value it gives can be read at any time, and afterwards."""
+    memory = Memory()
+    with _Watching(memory):
+        yield memory
+    memory._close()
+
+
+@contextmanager
+def watching(memory: Memory) -> Iterator[None]:
+    """Let `memory` see what the code inside makes."""
+    with _Watching(memory):
+        yield
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of the storages behind the tensors, each counted once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

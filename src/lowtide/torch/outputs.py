@@ -1,0 +1,226 @@
+"""What a loop makes of its steps' outputs: a stack, or with `reduce` something that does not grow with the length.
+
+`reduce="sum"` is `acc = acc + y` in step order, beginning with 0, "mean" is that divided once by the number of steps, "last" the last
+step's output. (A fold of the user's own is part of the state, because its gradient may need its value; `loops`
+makes it so.) What the engine needs to know of each: where a step's output goes, and which cotangent comes back to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.errors import InputError
+from lowtide.torch.trees import Form, FormError, form_of
+
+Like = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class Outputs:
+    """Outputs of equal form at every step, stacked along a new first axis.
+
+    Leaves that are not tensors are kept in a list.
+    """
+
+    # Whether a step's output is used where it is made, in step order (a running sum), or after the whole loop (a stack).
+    in_step_order = False
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.form: Form | None = None
+        self.names: list[str] = []
+        self._kept: list[Any] = []
+        self._graphed: list[list[Any]] = []
+        self._like: list[Like | None] = []
+        self._is_tensor = False  # one tensor, not nested: by far the most frequent output
+
+    def put(self, k: int, place: int, leaves: list[Any]) -> None:
+        """Take the leaves of step k's output, which belongs at `place`, without their graph."""
+        if not self._kept:
+            self._kept = [self._room(leaf) for leaf in leaves]
+        if self._is_tensor:
+            self._kept[0][place] = leaves[0].detach()
+            return
+        for leaf, like, buffer in zip(leaves, self._like, self._kept, strict=True):
+            if like is None:
+                buffer[place] = leaf
+            else:
+                buffer[place] = leaf.detach()
+
+    def leaves(self, k: int, y: Any) -> list[Any]:
+        """The leaves of step k's output, checked against those of the first one seen."""
+        if self._is_tensor and isinstance(y, torch.Tensor) and (y.shape, y.dtype, y.device) == self._like[0]:
+            return [y]
+        if self.form is None:
+            self._begin(y)
+        assert self.form is not None
+        try:
+            leaves = self.form.flatten(y)
+        except FormError as error:
+            raise InputError(
+                f"step {k:,} returned an output of another form: {error}; return the same at each step"
+            ) from None
+        if [like_of(leaf) for leaf in leaves] != self._like:
+            for leaf, like, name in zip(leaves, self._like, self.names, strict=True):
+                if like_of(leaf) != like:
+                    was = "no tensor" if like is None else f"{tuple(like[0])} {like[1]} on {like[2]}"
+                    raise InputError(
+                        f"step {k:,} returned the output {name} as {described(leaf)}, at the step before it was {was}; "
+                        "return the same shape, dtype and device at each step"
+                    )
+        return leaves
+
+    def leaves_again(self, k: int, y: Any) -> list[Any]:
+        """The same for a rerun, whose form was checked when the step first ran."""
+        return [y] if self._is_tensor else self.form.flatten(y)  # type: ignore[union-attr]  # there was a first run
+
+    def _begin(self, y: Any) -> None:
+        self.form = form_of(y)
+        leaves = self.form.flatten(y)
+        self.names = self.form.names("y")
+        self._like = [like_of(leaf) for leaf in leaves]
+        self._is_tensor = isinstance(y, torch.Tensor)
+
+    def _room(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return [None] * self.length
+        return leaf.new_empty((self.length, *leaf.shape))
+
+    def results(self) -> list[Any]:
+        """One result for each leaf, to be handed to `finish`; they are no longer kept here."""
+        results, self._kept = self._kept, []
+        return results
+
+    def fresh(self) -> Outputs:
+        """The same with nothing in it yet."""
+        return Outputs(self.length)
+
+    def result_shape(self, leaf: torch.Tensor) -> tuple[int, ...]:
+        """The shape of the result of an output leaf."""
+        return (self.length, *leaf.shape)
+
+    def finish(self, results: list[Any]) -> Any:
+        """What the user gets: `results` in the form of an output."""
+        assert self.form is not None
+        return self.form.unflatten(results)
+
+    def keep(self, k: int, place: int, y: Any) -> None:
+        """Take the output of step k with its graph, as a plain loop does."""
+        if not self._graphed:
+            self._graphed = [[]] * self.length
+        self._graphed[place] = self.leaves(k, y)
+
+    def graphed(self) -> list[Any]:
+        """One result for each leaf of what `keep` was given, made by ordinary operations."""
+        columns = [list(column) for column in zip(*self._graphed, strict=True)]
+        return [
+            column if like is None else torch.stack(column) for column, like in zip(columns, self._like, strict=True)
+        ]
+
+    def cotangent(self, grad: torch.Tensor, place: int, is_last: bool) -> torch.Tensor | None:
+        """What comes back to the step whose output went to `place`, given the cotangent of the result."""
+        return grad[place]
+
+
+class Sums(Outputs):
+    """The sum of all steps' outputs, in step order, or their mean."""
+
+    in_step_order = True
+
+    def __init__(self, length: int, mean: bool) -> None:
+        super().__init__(length)
+        self._mean = mean
+
+    def fresh(self) -> Outputs:
+        """See `Outputs`."""
+        return Sums(self.length, self._mean)
+
+    def result_shape(self, leaf: torch.Tensor) -> tuple[int, ...]:
+        """See `Outputs`."""
+        return leaf.shape
+
+    def put(self, k: int, place: int, leaves: list[Any]) -> None:
+        """See `Outputs`."""
+        if self._kept:
+            self._kept = [acc + leaf.detach() for acc, leaf in zip(self._kept, leaves, strict=True)]
+        else:
+            self._kept = [self._room(leaf) for leaf in leaves]
+
+    def _room(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            raise InputError(f'reduce="{"mean" if self._mean else "sum"}" needs tensors, the output is {leaf!r}')
+        if self._mean and not (leaf.is_floating_point() or leaf.is_complex()):
+            raise InputError(f'reduce="mean" needs outputs that can be divided, this one is {leaf.dtype}; use "sum"')
+        return 0 + leaf.detach()
+
+    def finish(self, results: list[Any]) -> Any:
+        """See `Outputs`."""
+        return super().finish([acc / self.length for acc in results] if self._mean else results)
+
+    def keep(self, k: int, place: int, y: Any) -> None:
+        """See `Outputs`."""
+        leaves = self.leaves(k, y)
+        totals = self._graphed[0] if self._graphed else [0] * len(leaves)
+        self._graphed = [[acc + leaf for acc, leaf in zip(totals, leaves, strict=True)]]
+
+    def graphed(self) -> list[Any]:
+        """See `Outputs`."""
+        return self._graphed[0]
+
+    def cotangent(self, grad: torch.Tensor, place: int, is_last: bool) -> torch.Tensor | None:
+        """See `Outputs`."""
+        return grad
+
+
+class Last(Outputs):
+    """The last step's output alone."""
+
+    def fresh(self) -> Outputs:
+        """See `Outputs`."""
+        return Last(self.length)
+
+    def result_shape(self, leaf: torch.Tensor) -> tuple[int, ...]:
+        """See `Outputs`."""
+        return leaf.shape
+
+    def put(self, k: int, place: int, leaves: list[Any]) -> None:
+        """See `Outputs`."""
+        if k == self.length - 1:
+            self._kept = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def _room(self, leaf: Any) -> Any:
+        return None
+
+    def keep(self, k: int, place: int, y: Any) -> None:
+        """See `Outputs`."""
+        self._graphed = [self.leaves(k, y)]
+
+    def graphed(self) -> list[Any]:
+        """See `Outputs`."""
+        return self._graphed[0]
+
+    def cotangent(self, grad: torch.Tensor, place: int, is_last: bool) -> torch.Tensor | None:
+        """See `Outputs`."""
+        return grad if is_last else None
+
+
+def outputs_for(reduce: str | None, length: int) -> Outputs:
+    """The outputs that `reduce` asks for."""
+    if reduce is None:
+        return Outputs(length)
+    if reduce == "last":
+        return Last(length)
+    if reduce in ("sum", "mean"):
+        return Sums(length, mean=reduce == "mean")
+    raise InputError(f'reduce={reduce!r} is not known; give "mean", "sum", "last", or (init, fold)')
+
+
+def like_of(leaf: Any) -> Like | None:
+    """What must stay the same of a tensor from step to step; None for anything else."""
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else None
+
+
+def described(leaf: Any) -> str:
+    """A leaf's shape and dtype, or its type."""
+    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"

@@ -1,0 +1,132 @@
+"""What the runs inside a block really cost, and whether a step is being run again.
+
+    with lt.record() as receipt:
+        loss = step()
+        loss.backward()
+    print(receipt)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+from lowtide.plan import Receipt
+from lowtide.torch import measure
+
+
+class Recording:
+    """A receipt that is still being written; its fields are those of `lowtide.Receipt`, and `receipt` is one."""
+
+    def __init__(self) -> None:
+        self.plain_runs = 0
+        self.taping_runs = 0
+        self.backward_runs = 0
+        self.probe_runs = 0
+        self._began = perf_counter()
+        self._seconds: float | None = None
+        self._memory: measure.Memory | None = None
+
+    @property
+    def peak_memory(self) -> int:
+        """Most bytes of tensors made inside and alive at once; 0 if memory was not asked for."""
+        return 0 if self._memory is None else self._memory.peak
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds, so far or until the block ended."""
+        return perf_counter() - self._began if self._seconds is None else self._seconds
+
+    @property
+    def receipt(self) -> Receipt:
+        """What has been recorded so far, as a value."""
+        return Receipt(
+            plain_runs=self.plain_runs,
+            taping_runs=self.taping_runs,
+            backward_runs=self.backward_runs,
+            probe_runs=self.probe_runs,
+            peak_memory=self.peak_memory,
+            seconds=self.seconds,
+        )
+
+    def to_json(self) -> str:
+        """The receipt as JSON."""
+        return self.receipt.to_json()
+
+    def __str__(self) -> str:
+        return str(self.receipt)
+
+
+_open: list[Recording] = []  # of all threads: a backward may run in another one than its forward
+
+
+@contextmanager
+def record(*, memory: bool = True) -> Iterator[Recording]:
+    """Record what the loops inside cost: runs, peak bytes of tensors, seconds.
+
+    Args:
+        memory: follow every tensor made inside. It slows operations down; leave it off to time something.
+    """
+    recording = Recording()
+    _open.append(recording)
+    try:
+        if memory:
+            with measure.peak() as watched:
+                recording._memory = watched
+                yield recording
+        else:
+            yield recording
+    finally:
+        _open.remove(recording)
+        recording._seconds = perf_counter() - recording._began
+
+
+def count(*, plain: int = 0, taping: int = 0, backward: int = 0, probe: int = 0) -> None:
+    """Write runs into every receipt that is open."""
+    for recording in _open:
+        recording.plain_runs += plain
+        recording.taping_runs += taping
+        recording.backward_runs += backward
+        recording.probe_runs += probe
+
+
+class _Thread(threading.local):
+    recomputing = False
+    plainly = False
+
+
+_thread = _Thread()
+
+
+def is_recomputing() -> bool:
+    """Whether the step that asks is being run again, for the backward. Use it to log or count only first runs."""
+    return _thread.recomputing
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Inside, `is_recomputing()` is True."""
+    before = _thread.recomputing
+    _thread.recomputing = True
+    try:
+        yield
+    finally:
+        _thread.recomputing = before
+
+
+def runs_plainly() -> bool:
+    """Whether checkpointed loops are to run as plain ones."""
+    return _thread.plainly
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Inside, checkpointed loops run as plain ones: the other side of a comparison."""
+    before = _thread.plainly
+    _thread.plainly = True
+    try:
+        yield
+    finally:
+        _thread.plainly = before
