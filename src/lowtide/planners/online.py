@@ -22,9 +22,8 @@ from itertools import pairwise
 from typing import ClassVar
 
 from lowtide.actions import Action, Advance, Drop, Restore, Save
-from lowtide.chain import Chain, StepCost
+from lowtide.chain import Chain
 from lowtide.checks import MOST_TOTAL, keep_whole, whole_number
-from lowtide.errors import BudgetError
 from lowtide.plan import Bill, Bound, registered
 from lowtide.planners import splits
 from lowtide.planners.revolve import Revolve, plain_runs
@@ -54,20 +53,6 @@ def online(slots: int) -> Generator[Action, bool | None, None]:
         yield Restore(start)
         yield Drop(start)
         yield from splits.play(rule, start, stop, held=k)
-
-
-def online_slots(step: StepCost, budget: int) -> int:
-    """The most snapshots that fit `budget` beside one step of tape and the working set, for steps that cost the same.
-
-    Raises:
-        BudgetError: not even one fits.
-    """
-    taping = step.tape + max(step.working.tape + step.cotangent, step.working.backward)
-    beside = max(taping, step.working.advance + step.cotangent)
-    slots = (budget - beside) // step.state
-    if slots < 1:
-        raise BudgetError(budget, step.state + beside, "raise the budget, or make the steps smaller (a smaller batch)")
-    return slots
 
 
 class _Keeper:

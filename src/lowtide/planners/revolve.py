@@ -18,8 +18,9 @@ from math import comb
 from typing import ClassVar
 
 from lowtide.actions import Action, Tier
-from lowtide.chain import Chain
+from lowtide.chain import Chain, StepCost
 from lowtide.checks import MOST_TOTAL, keep_whole
+from lowtide.errors import BudgetError
 from lowtide.plan import Bill, Bound, registered
 from lowtide.planners import splits
 from lowtide.planners.sweep import Base
@@ -69,6 +70,24 @@ def left_part(length: int, slots: int) -> int:
         return length - 1
     r = repeats(length, slots)
     return min(beta(slots, r - 1), length - max(1, beta(slots - 1, r - 1)))
+
+
+def slots_within(step: StepCost, budget: int) -> int:
+    """The most snapshots that fit `budget` beside one step of tape and the working set.
+
+    Raises:
+        BudgetError: not even one fits.
+    """
+    least = least_with_slots(step)
+    if budget < least:
+        raise BudgetError(budget, least, "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)")
+    return 1 + (budget - least) // step.state
+
+
+def least_with_slots(step: StepCost) -> int:
+    """The least budget for which `slots_within` finds room: one snapshot."""
+    taping = step.tape + max(step.working.tape + step.cotangent, step.working.backward)
+    return step.state + max(taping, step.working.advance + step.cotangent)
 
 
 @registered

@@ -41,11 +41,14 @@ class Randomness:
     def mark(self) -> Mark:
         """The present states. Where nothing was drawn since the last mark, it is that mark: no bytes, same object."""
         states = [generator.get_state() for generator in self._generators]
-        if len(self._mark) == len(states):
-            if all(torch.equal(new, old) for new, old in zip(states, self._mark, strict=True)):
-                return self._mark
-            states = [old if torch.equal(new, old) else new for new, old in zip(states, self._mark, strict=True)]
-        self._mark = tuple(states)
+        if len(self._mark) < len(states):  # a generator was found since
+            self._mark = tuple(states)
+            return self._mark
+        same = [torch.equal(new, old) for new, old in zip(states, self._mark, strict=True)]
+        if not all(same):
+            # The clone is for `measure`, which does not see what a generator makes.
+            rows = zip(same, states, self._mark, strict=True)
+            self._mark = tuple(old if equal else new.clone() for equal, new, old in rows)
         return self._mark
 
     def restore(self, mark: Mark) -> None:

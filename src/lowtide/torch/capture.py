@@ -65,12 +65,20 @@ def strangers(roots: Iterable[Node], known: set[Node], since: int) -> list[Node]
     return found
 
 
+# What a step can only do with grad, so that it must have it also where no tape is kept.
+_NEEDING_GRAD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook})
+
+
 class Watch(TorchFunctionMode):
-    """Sees what a step hands to torch's functions: generators, and tensors that were there before it began."""
+    """Sees what a step hands to torch's functions: generators, and tensors that were there before it began.
+
+    `needs_grad` tells whether it differentiated something or registered a hook.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._since = now()
+        self.needs_grad = False
         self.tensors: dict[int, torch.Tensor] = {}
         # With the state that each had when it was first met.
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
@@ -79,6 +87,7 @@ class Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.needs_grad |= func in _NEEDING_GRAD
         for value in (*args, *kwargs.values()):
             for item in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(item, torch.Tensor):
@@ -135,11 +144,10 @@ class Captured:
             self.tensors.append(tensor)
             self.names.append(name)
 
-    def learn(self, roots: list[Node], given: list[torch.Tensor], since: int, watch: Watch) -> None:
+    def learn(self, roots: list[Node], given: set[Node], since: int, watch: Watch) -> None:
         """Capture what the first step's graph reaches beside what it was given, or say what cannot be captured."""
         candidates = {edge_of(tensor).node: tensor for tensor in watch.tensors.values()}
-        known = {edge_of(tensor).node for tensor in given} | self._nodes.keys()
-        for node in strangers(roots, known, since):
+        for node in strangers(roots, given | self._nodes.keys(), since):
             tensor = candidates.get(node, getattr(node, "variable", None))
             if tensor is None:
                 raise CheckpointError(
@@ -148,15 +156,14 @@ class Captured:
                 )
             self.add(tensor, f"a tensor of shape {tuple(tensor.shape)} that the step closes over")
 
-    def settle(self) -> bool:
-        """No more captures. Whether some were computed from others, so that earlier graphs cannot be used."""
+    def settle(self) -> None:
+        """No more captures."""
         for tensor in self.tensors:
             if tensor.grad_fn is not None and self._depends(tensor):
                 self._aliases[id(tensor)] = tensor.detach().requires_grad_()
         self.targets = [self._aliases.get(id(tensor), tensor) for tensor in self.tensors]
         self._nodes = {edge_of(target).node: k for k, target in enumerate(self.targets)}
         self._versions = [tensor._version for tensor in self.tensors]
-        return bool(self._aliases)
 
     def changed(self) -> list[str]:
         """Names of captured tensors that were changed in place since `settle`."""
@@ -188,9 +195,9 @@ class Captured:
         return _Substituting(aliases) if aliases else nullcontext()
 
     @property
-    def dependent(self) -> list[torch.Tensor]:
-        """Captured tensors that were computed from other captured ones."""
-        return [tensor for tensor in self.tensors if id(tensor) in self._aliases]
+    def dependent(self) -> bool:
+        """Whether some captured tensors were computed from other ones."""
+        return bool(self._aliases)
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:

@@ -115,6 +115,7 @@ class Engine:
         self._put_already = 0
         self._node_counts: set[int] = set()
         self.turn = next(_Walk._calls)
+        self._connected = False  # whether the current state belongs to the graph of the last piece
         self._sweeping = True
         self._pending: Iterator[Action] | None = None
         self._draws = False
@@ -156,6 +157,7 @@ class Engine:
     def _snapshot(self) -> Snapshot:
         if self.ahead:
             return self.ahead[0][0]
+        self._disconnect()
         mark = self.random.mark() if self._sweeping or self._draws else self.random.start
         return Snapshot(self.leaves, self.hidden.read(), mark)
 
@@ -163,6 +165,7 @@ class Engine:
         self.leaves = snapshot.leaves
         self.carry = self.stepper.form.unflatten(snapshot.leaves)
         self.hidden.write(snapshot.hidden)
+        self._connected = False
         if self._draws:
             self.random.restore(snapshot.random)
 
@@ -170,12 +173,17 @@ class Engine:
         """Remember the state reached after `step` steps, or compare it with what was reached the first time."""
         if self.check_rerun is None:
             return
-        state = [*self.leaves, *self.hidden.leaves()]
-        tensors = [leaf for leaf in state if isinstance(leaf, torch.Tensor)]
-        tensors += [leaf for leaf in y if isinstance(leaf, torch.Tensor) and not any(leaf is part for part in state)]
+        sums: list[int] = []
+        known: dict[tuple[int, torch.Size], int] = {}  # an output that is part of the state is summed once
+        for leaf in (*self.leaves, *self.hidden.leaves(), *y):
+            if isinstance(leaf, torch.Tensor):
+                key = (leaf.data_ptr(), leaf.shape)
+                if key not in known:
+                    known[key] = checksum(leaf)
+                sums.append(known[key])
         if self._sweeping:
-            self._sums[step] = [checksum(tensor) for tensor in tensors]
-        elif step in self._sums and self._sums[step] != [checksum(tensor) for tensor in tensors]:
+            self._sums[step] = sums
+        elif self._sums.get(step, sums) != sums:
             raise CheckpointError(
                 f"run again, step {step - 1:,} or one before it gave other values than at first: something it uses "
                 "does not repeat. Draw random numbers with torch (or name the generator: generators=(g,)), keep state "
@@ -193,6 +201,7 @@ class Engine:
         recording.count(plain=stop - start)
         if k == stop:
             return
+        self._disconnect()
         with torch.no_grad():
             y = self._advance_with_grad(k, stop) if self.advance_with_grad else self._advance_without(k, stop)
         if not self.check_rerun:
@@ -247,11 +256,19 @@ class Engine:
 
 
     def put(self, k: int, leaves: list[Any]) -> None:
-        """Hand over the output of step k's first run."""
+        """Hand over the output of step k's first run; one that was handed over before is let go."""
+        if k < self._put_already:
+            return
         self._put_already = k + 1
         self.outputs.put(k, self.inputs.place(k), leaves)
         if self.progress is not None:
             self.progress.update(1)
+
+    def _disconnect(self) -> None:
+        """After a tape that stays: what follows it does not belong to its graph."""
+        if self._connected:
+            self.detach_state()
+            self._connected = False
 
     def detach_state(self) -> None:
         """Cut the current state off the graph that made it."""
@@ -283,11 +300,14 @@ class Engine:
         return starts
 
     def _tape(self, start: int, stop: int) -> None:
-        if self.ahead and self.ahead[0][1] is None:
-            # The first probe's tape could not be kept: begin once more.
-            recording.count(probe=len(self.ahead))
+        if any(piece is None for _, piece in self.ahead):
+            # Not all of the probes' tapes could be kept: begin once more.
+            recording.count(probe=len(self.ahead) + start)
             self.ahead.clear()
             self.restart()
+            if start:
+                with torch.no_grad():
+                    self._advance_without(0, start)
         while self.ahead:
             piece = self.ahead.pop(0)[1]
             assert piece is not None
@@ -295,12 +315,13 @@ class Engine:
             start += 1
             recording.count(taping=1)
         if start < stop:
-            self._pieces.append(self.tape(start, stop, put=self._sweeping))
+            # Where a tape goes on from another it is one piece: the state between needs no root of its own.
+            onto = self._pieces.pop() if self._connected else None
+            self._pieces.append(self.tape(start, stop, put=self._sweeping, onto=onto))
             recording.count(taping=stop - start)
             self._verify(stop, self.last_output)
             self.last_output = []
-            if not self._sweeping:
-                self.leaves, self.carry = [], None
+            self._connected = True
 
     def restart(self) -> None:
         """Put everything back to where the loop began."""
@@ -309,15 +330,18 @@ class Engine:
         self.leaves = self.begin.leaves
         self.carry = self.stepper.form.unflatten(self.leaves)
 
-    def tape(self, start: int, stop: int, *, put: bool) -> Piece:
-        """Run steps [start, stop) from the current state under grad; `last_output` is left with the last one's."""
-        outputs: list[list[tuple[int, GradientEdge]]] = []
-        xs: list[torch.Tensor] = []
+    def tape(self, start: int, stop: int, *, put: bool, onto: Piece | None = None) -> Piece:
+        """Run steps [start, stop) from the current state under grad; `last_output` is left with the last one's.
+
+        With `onto`, the piece that ends here, the result is that piece made longer.
+        """
+        outputs: list[list[tuple[int, GradientEdge]]] = onto.outputs if onto is not None else []
+        xs: list[torch.Tensor] = onto.xs if onto is not None else []
         in_order, check = self.outputs.in_step_order, self.check_rerun
         look = self.outputs.leaves if self._sweeping else self.outputs.leaves_again
         careful = not self.captured.targets and not self._node_counts  # the very first step
         with torch.enable_grad(), self.captured.in_place_of():
-            starts = self._root_state(start)
+            starts = self._root_state(start) if onto is None else onto.starts
             walk = _Walk(self, starts) if self.captured.targets else None
             f, k, counts = self.stepper.f, start, self._node_counts
             mark = now()
@@ -328,7 +352,7 @@ class Engine:
                 else:
                     self.carry, y = f(self.carry, x)
                 leaves = look(k, y)
-                if put and k >= self._put_already:
+                if put:
                     self.put(k, leaves)
                 if check:
                     self._verify(k + 1, leaves)
@@ -347,7 +371,7 @@ class Engine:
         self.last_output = leaves
         state = [*self.leaves, *self.hidden.leaves()]
         aliased = all(leaves[m] is state[position] for m, position in self.profile.same)
-        return Piece(start, stop, starts, edges_of(state), outputs, xs, aliased)
+        return Piece(start if onto is None else onto.start, stop, starts, edges_of(state), outputs, xs, aliased)
 
     # --- the backward pass
 
@@ -384,6 +408,7 @@ class Engine:
         self._x_grads: list[torch.Tensor] = []
 
     def _pull(self, start: int) -> None:
+        self.leaves, self.carry, self._connected = [], None, False
         while self._pieces and self._pieces[-1].start >= start:
             piece = self._pieces.pop()
             self.pull(piece)
@@ -509,9 +534,10 @@ class Engine:
 
     # --- what the Function asks
 
-    def start_leaves(self) -> list[Any]:
-        """The user's own objects in the state before the first step."""
-        return [*self.stepper.init, *self.hidden.start_leaves()]
+    def start_tensors(self) -> list[torch.Tensor]:
+        """The tensors with a gradient in the state before the first step."""
+        carry = [leaf for leaf, flag in zip(self.stepper.init, self.first_flags, strict=False) if flag]
+        return carry + [origin[1] for origin in self.hidden.origins() if origin is not None]
 
     def final_flags(self) -> list[bool]:
         """For each part of the final state, whether it has a gradient."""

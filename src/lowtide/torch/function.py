@@ -15,8 +15,7 @@ from lowtide.torch.engine import Engine
 def run(engine: Engine, actions: Callable[[], Iterator[Action]]) -> tuple[list[Any], list[Any]]:
     """Run the engine's loop by the plan whose actions these are; gives results of outputs and the final state."""
     engine.plan_actions = actions
-    tensors = [leaf for leaf, flag in zip(engine.start_leaves(), engine.first_flags, strict=True) if flag]
-    tensors += [*engine.inputs.differentiable, *engine.captured.tensors]
+    tensors = [*engine.start_tensors(), *engine.inputs.differentiable, *engine.captured.tensors]
     box: list[Any] = []
     results = iter(_Loop.apply(engine, box, *tensors))
     merged = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in box]
@@ -58,9 +57,10 @@ def _differentiable(
     """The plain loop run again from `tensors`, with a graph through which gradients can be differentiated."""
     with recording.recomputing():
         captured = engine.captured
-        # Fresh nodes for everything that is given, so that nothing runs on into how it was made.
+        # Fresh nodes for everything that is given, so that nothing runs on into how it was made; for what is captured only
+        # where one tensor was made from another, because then each function call has to be watched.
         given = [tensor.view_as(tensor) for tensor in tensors[: len(tensors) - len(captured.tensors)]]
-        swaps = {id(tensor): tensor.view_as(tensor) for tensor in captured.dependent}
+        swaps = {id(tensor): tensor.view_as(tensor) for tensor in captured.tensors} if captured.dependent else {}
         wanted = [*given, *(swaps.get(id(tensor), tensor) for tensor in captured.tensors)]
         with captured.in_place_of(swaps):
             results = engine.plain_again(given)

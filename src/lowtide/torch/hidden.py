@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.bits import checksum, same_bits
+from lowtide.torch.capture import edge_of
 from lowtide.torch.slots import MISSING, Slot, Slots
 from lowtide.torch.trees import Form, FormError, Opaque, form_of
 
@@ -52,7 +54,7 @@ class HiddenState:
 class _Record:
     """A slot's value at some moment, so that a change can be seen and undone."""
 
-    __slots__ = ("copies", "form", "leaves", "value", "versions")
+    __slots__ = ("copies", "form", "leaves", "origins", "value", "versions")
 
     def __init__(self, value: Any, in_module: bool) -> None:
         self.value = value
@@ -60,6 +62,13 @@ class _Record:
         self.versions = _versions(self.leaves)
         # What a closure holds may be a whole data set: it is never copied, and changing it in place is refused.
         self.copies = [_copied(leaf) for leaf in self.leaves] if in_module else self.leaves
+        # Tensors with a history of their own: where it ends, and a tensor that has it even if the step changes this one.
+        self.origins = [
+            (edge_of(leaf).node, leaf.view_as(leaf) if leaf is copy else leaf.clone())
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)
+            else None
+            for leaf, copy in zip(self.leaves, self.copies, strict=True)
+        ]
 
     def in_place(self) -> bool:
         """Whether a tensor of it has been changed in place since."""
@@ -155,9 +164,9 @@ class Hidden:
                 for state in earlier:
                     state.values.append(record.snapshot())
 
-    def start_leaves(self) -> list[Any]:
-        """The leaves that the carried slots held before the first step: the objects themselves."""
-        return [leaf for entry in self._carried if entry.start is not None for leaf in entry.start.leaves]
+    def origins(self) -> list[tuple[Node, torch.Tensor] | None]:
+        """For each leaf of the carried slots before the first step, where its history ends and a tensor that has it."""
+        return [origin for entry in self._carried if entry.start is not None for origin in entry.start.origins]
 
     def settle(self) -> None:
         """The probe steps are over: of what is not carried, checksums are enough from here on."""
@@ -217,6 +226,11 @@ class Hidden:
             if not all(a is b for a, b in zip(new, old, strict=True)):
                 rebuilt = form.unflatten(new)
                 entry.slot.set(value if _refill(value, rebuilt) else rebuilt)
+
+    def finish(self, finals: list[Any]) -> None:
+        """Leave the final values in the slots: those with a gradient as the loop's results, the others as they are."""
+        rows = zip(finals, self.leaves(), strict=True)
+        self.replace([new if isinstance(new, torch.Tensor) and new.requires_grad else old for new, old in rows])
 
     def in_place(self) -> list[bool]:
         """For each leaf, whether steps change its slot in place."""

@@ -16,9 +16,9 @@ import torch
 
 from lowtide.chain import Chain, StepCost
 from lowtide.checks import whole_number
-from lowtide.errors import BudgetError, InputError, LowtideError
+from lowtide.errors import InputError, LowtideError
 from lowtide.plan import Plan
-from lowtide.planners.choose import choose, least_budget
+from lowtide.planners.choose import choose
 from lowtide.sizes import parse_budget
 from lowtide.torch import function, recording
 from lowtide.torch.ambient import Ambient, Randomness
@@ -27,7 +27,7 @@ from lowtide.torch.engine import Engine
 from lowtide.torch.hidden import Hidden
 from lowtide.torch.inputs import Inputs
 from lowtide.torch.outputs import Outputs, outputs_for
-from lowtide.torch.probe import Probed, probe
+from lowtide.torch.probe import Costs, probe
 from lowtide.torch.progress import progress
 from lowtide.torch.stepping import StepFunction, Stepper
 from lowtide.torch.trees import form_of
@@ -63,20 +63,24 @@ class _Knob:
         """Whether the plan depends on what a step costs."""
         return self.base is None and self.checkpoints is None and self.plan is None
 
-    def choose(self, chain: Chain | None, length: int) -> Plan:
+    def choose(self, costs: Costs | None, length: int) -> Plan:
         """The plan for `length` steps."""
         if self.plan is not None:
             if len(self.plan.chain) != length:
                 raise InputError(f"the plan is for {len(self.plan.chain):,} steps, the loop has {length:,}; plan again")
             return self.plan
-        chain = chain or Chain.equal(StepCost(1, 1), length)
-        return choose(chain, self.budget, base=self.base, checkpoints=self.checkpoints)
+        if self.budget is not None and costs is not None:
+            return costs.within(parse_budget(self.budget, costs.chain.plain_tape))
+        chain = Chain.equal(StepCost(1, 1), length) if costs is None else costs.chain
+        return choose(chain, base=self.base, checkpoints=self.checkpoints)
 
     def keeps_first_tape(self, length: int) -> bool:
         """Whether the plan may begin by taping, as far as can be said before the costs are known."""
         if self.plan is not None:
             return self.plan.bill.plain_runs == 0
-        return length == 1 or (self.base is not None and self.base >= length)
+        if self.base is not None:
+            return self.base >= length
+        return length <= (2 if self.checkpoints is None else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +203,8 @@ def checkpointed_scan(
         contexts: functions that make context managers to be entered for reruns, such as `lambda: sdpa_kernel(...)`.
         captures: tensors that the step closes over and that are not found, because later steps are the first to use them.
         hidden: names of module attributes to carry though the first steps do not change them.
-        advance_with_grad: run steps with grad even where no tape is kept, for steps that pick other kernels without it.
+        advance_with_grad: run steps with grad even where no tape is kept, for steps that pick other kernels without it; a
+            first step that differentiates something or registers a hook turns this on by itself.
     """
     whole_number(unroll, "unroll", least=1)
     knob = _Knob(base, checkpoints, budget, plan)
@@ -358,8 +363,7 @@ def _checkpointed(
         if extras.compile:
             plan = _compile(engine, loop, knob, extras)
         else:
-            found = _probe(engine, knob, extras)
-            plan = _within(knob, found, loop.inputs.length)
+            plan = knob.choose(_probe(engine, knob, extras), loop.inputs.length)
         results, finals = function.run(engine, plan.actions)
         engine.refuse_strays()
     except LowtideError:
@@ -367,11 +371,11 @@ def _checkpointed(
         raise
     engine.hidden.forget_start()
     count = len(engine.stepper.init)
-    engine.hidden.replace(finals[count:])
+    engine.hidden.finish(finals[count:])
     return loop.unfolded(engine.stepper.form.unflatten(finals[:count]), engine.outputs.finish(results))
 
 
-def _probe(engine: Engine, knob: _Knob, extras: _Extras) -> Probed:
+def _probe(engine: Engine, knob: _Knob, extras: _Extras) -> Costs | None:
     budget = None
     if knob.budget is not None:
         budget = parse_budget(knob.budget, 2**60)  # a share of all tapes keeps the first one for now
@@ -385,17 +389,6 @@ def _probe(engine: Engine, knob: _Knob, extras: _Extras) -> Probed:
     )
 
 
-def _within(knob: _Knob, found: Probed, length: int) -> Plan:
-    """The plan; what finding out took must fit the budget too."""
-    plan = knob.choose(found.chain, length)
-    if knob.budget is not None and found.chain is not None:
-        budget = parse_budget(knob.budget, found.chain.plain_tape)
-        if budget < found.peak:
-            least = max(found.peak, least_budget(found.chain))
-            raise BudgetError(budget, least, "raise the budget, or make the steps smaller (a smaller batch)")
-    return plan
-
-
 def _compile(engine: Engine, loop: _Loop, knob: _Knob, extras: _Extras) -> Plan:
     """Probe the step as it is, undo that, and let the compiled step run from the start."""
     if knob.budget is not None:
@@ -403,7 +396,7 @@ def _compile(engine: Engine, loop: _Loop, knob: _Knob, extras: _Extras) -> Plan:
             "budget= needs the bytes of each tensor, which a compiled step does not show; plan the step as it is with "
             "plan_scan(f, ..., budget=...) and pass plan=, or turn another knob"
         )
-    plan = _within(knob, _probe(engine, knob, extras), loop.inputs.length)
+    plan = knob.choose(_probe(engine, knob, extras), loop.inputs.length)
     recording.count(probe=len(engine.ahead))
     engine.restart()
     engine.ahead.clear()
@@ -420,8 +413,8 @@ def _planned(loop: _Loop, knob: _Knob, hidden: tuple[str, ...]) -> Plan:
     engine = _engine(loop, extras, None, advance_with_grad=False)
     try:
         with torch.enable_grad():
-            found = probe(engine, captures=(), costs=True, pulls=True, budget=None, keep=False)
+            costs = probe(engine, captures=(), costs=True, pulls=True, budget=None, keep=False)
         recording.count(probe=len(engine.ahead))
-        return _within(knob, found, loop.inputs.length)
+        return knob.choose(costs, loop.inputs.length)
     finally:
         engine.restart()

@@ -51,6 +51,10 @@ class Memory:
         """Whether the tensor's storage is among those counted and alive."""
         return tensor.untyped_storage()._cdata in self._alive
 
+    def alive(self) -> set[int]:
+        """Which storages are counted and alive."""
+        return set(self._alive)
+
     def restart_peak(self) -> None:
         """Forget the worst moment so far."""
         self.peak = self.now

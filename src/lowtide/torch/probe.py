@@ -9,7 +9,7 @@ Costs are measured on the last one probed, because the first is often not typica
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -17,9 +17,12 @@ from typing import Any
 import torch
 
 from lowtide.chain import Chain, StepCost, Working
-from lowtide.errors import InputError
+from lowtide.errors import BudgetError, InputError
+from lowtide.plan import Knob, Plan
+from lowtide.planners.choose import choose, least_budget
+from lowtide.planners.revolve import Revolve, least_with_slots, slots_within
 from lowtide.torch.ambient import mark_bytes
-from lowtide.torch.capture import Watch, now
+from lowtide.torch.capture import Watch, edge_of, now
 from lowtide.torch.engine import Engine, Piece, Snapshot, edges_of
 from lowtide.torch.measure import Memory, storage_bytes, watching
 
@@ -28,11 +31,42 @@ _MOST_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
-    """What the probes found: the chain, if costs were asked for, and the bytes that finding it out took."""
+class Costs:
+    """What the probes measured: the chain, and what finding it out took.
 
-    chain: Chain | None
+    A stretch of several steps needs a little more beside its tape than one step does: its start and its current state,
+    and one more sum of gradients. `single` is the chain without that, for plans that tape one step at a time.
+    """
+
+    chain: Chain
+    single: Chain
     peak: int
+
+    @property
+    def least(self) -> int:
+        """The least budget that works."""
+        return max(self.peak, min(least_budget(self.chain), least_with_slots(self.single[0])))
+
+    def within(self, budget: int) -> Plan:
+        """The plan with the fewest reruns that keeps the budget."""
+        self._check(budget)
+        plans = []
+        if budget >= least_budget(self.chain):
+            plans.append(choose(self.chain, budget))
+        if budget >= least_with_slots(self.single[0]):
+            slots = slots_within(self.single[0], budget)
+            plans.append(Plan.make(self.single, Knob("budget", budget), Revolve(slots)))
+        return min(plans, key=lambda plan: plan.bill.plain_runs)
+
+    def slots_within(self, budget: int) -> int:
+        """The most snapshots that the budget has room for, taping one step at a time."""
+        self._check(budget)
+        return slots_within(self.single[0], budget)
+
+    def _check(self, budget: int) -> None:
+        if budget < self.least:
+            ways = "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
+            raise BudgetError(budget, self.least, ways)
 
 
 class _Meter:
@@ -42,16 +76,23 @@ class _Meter:
         self.memory = Memory()
         self.packed: set[int] = set()
         self.forward = 0.0
+        self.taped = 0
         self.before = 0
+        self.old: set[int] = set()
+
+    def seeing(self) -> AbstractContextManager[None]:
+        """Count what is made inside."""
+        return watching(self.memory)
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Watch one step being taped."""
         self.packed.clear()
         self.before = self.memory.now
+        self.old = self.memory.alive()
         worst, self.memory.peak = self.memory.peak, self.memory.now
         began = perf_counter()
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), watching(self.memory):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
         self.forward = perf_counter() - began
         self.taped = self.memory.peak - self.before
@@ -60,6 +101,10 @@ class _Meter:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.packed.add(tensor.untyped_storage()._cdata)
         return tensor.detach()  # the tensor itself would keep the graph alive that made it
+
+    def made(self, leaf: torch.Tensor) -> bool:
+        """Whether the step made the leaf's storage."""
+        return self.memory.knows(leaf) and leaf.untyped_storage()._cdata not in self.old
 
     def keeps(self, leaf: Any) -> bool:
         """Whether the tape holds the leaf's storage."""
@@ -79,7 +124,7 @@ def probe(
     budget: int | None,
     keep: bool,
     goes_on: Callable[[int], bool] | None = None,
-) -> Probed:
+) -> Costs | None:
     """Run the first steps.
 
     Args:
@@ -94,24 +139,33 @@ def probe(
     goes_on = goes_on or (lambda k: k < engine.length)
     meter = _Meter() if costs else None
     with engine.ambient.uncached():
-        piece = _first(engine, captures, meter)
+        with meter.seeing() if meter else nullcontext():
+            piece = _first(engine, captures, meter)
+        engine.put(0, engine.last_output)
         if budget is not None and meter is not None:
             keep = engine.length * meter.memory.now <= budget
         engine.ahead.append((engine.begin, piece if keep else None))
-        begin: list[Any] = engine.begin.leaves + engine.begin.hidden.leaves()
+        before: list[Any] = engine.begin.leaves + engine.begin.hidden.leaves()
         k, settled = 1, False
         while not settled and k < _MOST_STEPS and goes_on(k):
             engine.detach_state()
-            snapshot = Snapshot(engine.leaves, engine.hidden.read(copy=True), engine.random.mark())
-            begin = snapshot.leaves + snapshot.hidden.leaves()
+            engine.last_output = []
             piece = None
-            piece, settled = _next(engine, k, snapshot, meter)
+            with meter.seeing() if meter else nullcontext():
+                snapshot = Snapshot(engine.leaves, engine.hidden.read(copy=True), engine.random.mark())
+                before = snapshot.leaves + snapshot.hidden.leaves()
+                piece, settled = _next(engine, k, snapshot, meter)
+            engine.put(k, engine.last_output)
             k += 1
-    chain = None if meter is None else _chain(engine, meter, piece, begin, pulls)
+        measured = None
+        if meter is not None:
+            measured = _costs(engine, meter, piece, before, pulls=pulls, keep=keep)
+            if pulls and not keep:  # that pull has used up the last step's tape
+                engine.ahead[-1] = (engine.ahead[-1][0], None)
     engine.last_output = []
     engine.detach_state()
     engine.hidden.settle()
-    return Probed(chain, 0 if meter is None else meter.memory.peak)
+    return measured
 
 
 def _first(engine: Engine, captures: tuple[torch.Tensor, ...], meter: _Meter | None) -> Piece | None:
@@ -125,11 +179,11 @@ def _first(engine: Engine, captures: tuple[torch.Tensor, ...], meter: _Meter | N
     for generator, state in watch.generators.values():
         engine.random.add(generator, state)
     engine.begin.random = engine.random.start
+    engine.advance_with_grad |= watch.needs_grad
 
-    starts = hidden.start_leaves()
-    flags = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in starts]
-    engine.first_flags += flags
-    piece.starts += [None] * len(flags)
+    origins = hidden.origins()
+    engine.first_flags += [origin is not None for origin in origins]
+    piece.starts += [None] * len(origins)
     state = [*engine.leaves, *hidden.leaves()]
     piece.ends = edges_of(state)
 
@@ -142,14 +196,14 @@ def _first(engine: Engine, captures: tuple[torch.Tensor, ...], meter: _Meter | N
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
                 captured.add(parameter, hidden.parameters[id(parameter)])
-    ours = [leaf for leaf in (*piece.starts, *piece.xs) if leaf is not None]
-    ours += [leaf for leaf, flag in zip(starts, flags, strict=True) if flag]
-    captured.learn(piece.roots(), ours, since, watch)
-    dependent = captured.settle()
+    given = {edge_of(leaf).node for leaf in (*piece.starts, *piece.xs) if leaf is not None}
+    given.update(origin[0] for origin in origins if origin is not None)
+    captured.learn(piece.roots(), given, since, watch)
+    captured.settle()
 
     _learn(engine, piece, state)
-    engine.put(0, engine.last_output)
-    return None if dependent or any(flags) else piece
+    # A graph that runs on into what was there before cannot serve as a tape.
+    return None if captured.dependent or any(origins) else piece
 
 
 def _next(engine: Engine, k: int, snapshot: Snapshot, meter: _Meter | None) -> tuple[Piece, bool]:
@@ -163,7 +217,6 @@ def _next(engine: Engine, k: int, snapshot: Snapshot, meter: _Meter | None) -> t
     piece.ends = edges_of(state)
     before = engine.profile.state
     _learn(engine, piece, state)
-    engine.put(k, engine.last_output)
     engine.ahead.append((snapshot, piece))
     return piece, engine.profile.state == before
 
@@ -186,17 +239,20 @@ def _learn(engine: Engine, piece: Piece, state: list[Any]) -> None:
     profile.same = same if piece.start == 0 else [pair for pair in profile.same if pair in same]
 
 
-def _chain(engine: Engine, meter: _Meter, piece: Piece | None, before: list[Any], pulls: bool) -> Chain:
+def _costs(
+    engine: Engine, meter: _Meter, piece: Piece | None, before: list[Any], *, pulls: bool, keep: bool
+) -> Costs:
     """The chain of steps that cost what this one did; `before` and the engine's own state are its two ends."""
     after = [*engine.leaves, *engine.hidden.leaves()]
     new = [leaf for leaf in after if isinstance(leaf, torch.Tensor)]
     state = storage_bytes(new) + mark_bytes(engine.random.mark(), engine.random.start)
     outputs = [leaf for leaf in engine.last_output if isinstance(leaf, torch.Tensor)]
-    passing = storage_bytes([t for t in (*new, *outputs) if meter.memory.knows(t) and not meter.keeps(t)])
-    kept_after = storage_bytes([t for t in new if meter.keeps(t)])
+    passing = storage_bytes([t for t in (*new, *outputs) if meter.made(t) and not meter.keeps(t)])
+    kept_after = storage_bytes([t for t in new if meter.made(t) and meter.keeps(t)])
     # Of the state, the tape holds what came in or what goes out; along a stretch that is the same tensor.
     kept = [new if meter.keeps(old) or meter.keeps(new) else None for old, new in _pairs(before, after)]
     kept_state = storage_bytes([leaf for leaf in kept if leaf is not None])
+    twice = storage_bytes([new for old, new in _pairs(before, after) if meter.keeps(old) and meter.keeps(new)])
     saved = max(0, meter.memory.now - meter.before - passing - kept_after)
     gradients = sum(x.nbytes for x in (piece.xs if piece is not None else []))
     tape = max(saved + kept_state, state, gradients, 1)
@@ -204,15 +260,23 @@ def _chain(engine: Engine, meter: _Meter, piece: Piece | None, before: list[Any]
     cotangent = storage_bytes([leaf for leaf, flag in zip(after, engine.profile.state, strict=False) if flag])
     start = storage_bytes([t for t in engine.begin.hidden.leaves() if isinstance(t, torch.Tensor)])
     slack = tape - saved - kept_state
-    taping = max(0, 2 * loose + meter.taped - saved - slack) + start
-    pulling, seconds = 0, 2 * meter.forward
+    largest = max((t.nbytes for t in engine.captured.targets), default=0)
+    pulled, seconds = 0, 2 * meter.forward
     if pulls and piece is not None:
-        peak, seconds = _pulled(engine, meter, piece, after)
-        largest = max((t.nbytes for t in engine.captured.targets), default=0)
-        pulling = max(0, peak + largest + loose + state - slack) + start
-    working = Working(advance=state + meter.taped + start, tape=taping, backward=pulling)
-    cost = StepCost(max(state, 1), tape, meter.forward, seconds, cotangent=cotangent, working=working)
-    return Chain.equal(cost, engine.length)
+        pulled, seconds = _pulled(engine, meter, piece, after, keep=keep)
+
+    def chain(several: bool) -> Chain:
+        pieces = several + keep  # a probe's tape that is kept has a start of its own
+        taping = (1 + pieces) * loose + meter.taped - saved - slack
+        # Sums are added to out of place: the sum so far, what is added, and the new sum are there at once.
+        pulling = pulled + (1 + several) * largest + loose + twice - slack if pulled else 0
+        working = Working(
+            advance=state + meter.taped + start, tape=max(0, taping) + start, backward=max(0, pulling) + start
+        )
+        cost = StepCost(max(state, 1), tape, meter.forward, seconds, cotangent=cotangent, working=working)
+        return Chain.equal(cost, engine.length)
+
+    return Costs(chain(several=True), chain(several=False), meter.memory.peak)
 
 
 def _pairs(before: list[Any], after: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -223,7 +287,7 @@ def _pairs(before: list[Any], after: list[Any]) -> Iterator[tuple[Any, torch.Ten
             yield old, new
 
 
-def _pulled(engine: Engine, meter: _Meter, piece: Piece, after: list[Any]) -> tuple[int, float]:
+def _pulled(engine: Engine, meter: _Meter, piece: Piece, after: list[Any], *, keep: bool) -> tuple[int, float]:
     """Bytes, cotangents included, and seconds of pulling a step back; with zeros, which are as large as any."""
     before = meter.memory.now
     meter.memory.restart_peak()
@@ -233,7 +297,7 @@ def _pulled(engine: Engine, meter: _Meter, piece: Piece, after: list[Any]) -> tu
         grads += [_zeros_for(leaf, None) for leaf in after]
         engine.take_cotangents(grads)
         del grads
-        engine.pull(piece, keep=True)
+        engine.pull(piece, keep=keep)
         peak = meter.memory.peak - before
         engine.take_cotangents([])
     return peak, perf_counter() - began

@@ -11,7 +11,7 @@ from lowtide.actions import Action, Advance
 from lowtide.chain import Chain, StepCost
 from lowtide.checks import whole_number
 from lowtide.errors import FunctionError, InputError, LowtideError
-from lowtide.planners.online import Online, online, online_slots
+from lowtide.planners.online import Online, online
 from lowtide.sizes import parse_size
 from lowtide.torch import function, recording
 from lowtide.torch.ambient import Ambient, Randomness
@@ -79,7 +79,7 @@ def checkpointed_while_loop(
         check_rerun=check_rerun,
     )
     try:
-        found = probe(
+        costs = probe(
             engine,
             captures=tuple(captures),
             costs=bytes_ is not None,
@@ -88,8 +88,8 @@ def checkpointed_while_loop(
             keep=False,
             goes_on=lambda k: condition(k, engine.carry),
         )
-        if bytes_ is not None and found.chain is not None:
-            slots = online_slots(found.chain[0], bytes_)
+        if bytes_ is not None and costs is not None:
+            slots = costs.slots_within(bytes_)
         _, finals = function.run(engine, lambda: _actions(engine, condition, slots))
         engine.refuse_strays()
     except LowtideError:
@@ -97,7 +97,7 @@ def checkpointed_while_loop(
         raise
     engine.hidden.forget_start()
     count = len(stepper.init)
-    engine.hidden.replace(finals[count:])
+    engine.hidden.finish(finals[count:])
     return stepper.form.unflatten(finals[:count])
 
 

@@ -1,0 +1,117 @@
+"""Steps are run as often as the plan's bill says, counted inside the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide.torch as lt
+from lowtide.planners.revolve import plain_runs
+
+
+def counted(length: int, **options: Any) -> tuple[list[int], lt.Recording]:
+    w = torch.randn(3, 3, requires_grad=True)
+    runs = [0] * length
+    def step(carry: Any, k: torch.Tensor) -> Any:
+        runs[int(k)] += 1
+        return torch.tanh(carry @ w), carry.sum()
+
+    with lt.record(memory=False) as receipt:
+        carry, ys = lt.checkpointed_scan(step, torch.ones(2, 3), torch.arange(length), **options)
+        (carry.sum() + ys.sum()).backward()
+    return runs, receipt
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 13, 50, 97])
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 10])
+def test_a_number_of_snapshots_costs_the_binomial_optimum(length: int, slots: int) -> None:
+    runs, receipt = counted(length, checkpoints=slots)
+    assert sum(runs) == plain_runs(length, slots) + length
+    assert (receipt.plain_runs, receipt.taping_runs, receipt.backward_runs) == (plain_runs(length, slots), length, length)
+    assert receipt.probe_runs == 0
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 31, 64])
+@pytest.mark.parametrize("options", [{"base": 1}, {"base": 4}, {"base": 100}, {}], ids=str)
+def test_other_knobs_cost_their_bill(length: int, options: dict[str, Any]) -> None:
+    w = torch.randn(3, 3, requires_grad=True)
+    plan = lt.plan_scan(lambda h, k: (torch.tanh(h @ w), h.sum()), torch.ones(2, 3), torch.arange(length), **options)
+    runs, receipt = counted(length, **options)
+    assert sum(runs) == plan.bill.plain_runs + plan.bill.taping_runs
+    assert receipt.probe_runs == 0
+    assert max(runs) <= 2
+
+
+@pytest.mark.parametrize("budget", [1_200, 1_500, 2_000, 10_000, "100%"])
+def test_a_budget_costs_its_bill(budget: int | str) -> None:
+    w = torch.randn(3, 3, requires_grad=True)
+    budget = 40_000 if budget == "100%" else budget
+    plan = lt.plan_scan(
+        lambda h, k: (torch.tanh(h @ w), h.sum()), torch.ones(2, 3), torch.arange(120), budget=budget
+    )
+    runs, receipt = counted(120, budget=budget)
+    assert sum(runs) == plan.bill.plain_runs + plan.bill.taping_runs + receipt.probe_runs
+    assert receipt.probe_runs == 0
+    assert receipt.plain_runs == plan.bill.plain_runs
+
+
+def test_a_budget_that_holds_every_tape_costs_nothing_extra() -> None:
+    runs, receipt = counted(60, budget="1MB")
+    assert runs == [1] * 60
+    assert (receipt.plain_runs, receipt.probe_runs) == (0, 0)
+
+
+def test_a_plan_made_before_is_followed() -> None:
+    w = torch.randn(3, 3, requires_grad=True)
+    plan = lt.plan_scan(lambda h, k: (torch.tanh(h @ w), h.sum()), torch.ones(2, 3), torch.arange(50), checkpoints=4)
+    runs, receipt = counted(50, plan=type(plan).from_json(plan.to_json()))
+    assert sum(runs) == plan.bill.plain_runs + 50
+    assert receipt.plain_runs == plan.bill.plain_runs
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 10, 60])
+@pytest.mark.parametrize("slots", [1, 2, 4, 50])
+def test_a_while_loop_costs_what_the_online_plan_does(length: int, slots: int) -> None:
+    from lowtide import Chain, StepCost
+    from lowtide.planners.online import Online
+
+    w = torch.randn(3, 3, requires_grad=True)
+    runs = [0]
+
+    def body(carry: Any) -> Any:
+        runs[0] += 1
+        return torch.tanh(carry[0] @ w), carry[1] + 1
+
+    with lt.record(memory=False) as receipt:
+        carry = lt.checkpointed_while_loop(lambda c: c[1] < length, body, (torch.ones(2, 3), 0), checkpoints=slots)
+        assert carry[1] == length
+        carry[0].sum().backward()
+    bill = Online(slots).bill(Chain.equal(StepCost(1, 1), length))
+    assert runs[0] == bill.plain_runs + bill.taping_runs
+    assert (receipt.plain_runs, receipt.taping_runs, receipt.probe_runs) == (bill.plain_runs, length, 0)
+
+
+def test_memory_does_not_grow_with_the_length(record_property: Any) -> None:
+    """With 20 snapshots, 4,000 tiny steps hold what 1,000 do; 100,000 run through (a benchmark has a million)."""
+    w = torch.tensor(0.5, requires_grad=True)
+
+    def run(steps: int) -> None:
+        def step(h: torch.Tensor, k: Any) -> Any:
+            return torch.sin(h * w + 0.1), None
+
+        carry, _ = lt.checkpointed_scan(step, torch.zeros(4), lt.Steps(lambda k: k, steps), checkpoints=20)
+        carry.sum().backward()
+
+    def peak(steps: int) -> int:
+        with lt.measure.peak() as memory:
+            run(steps)
+        return memory.peak
+
+    short, long = peak(1_000), peak(4_000)
+    record_property("figure", f"20 snapshots: {short:,} B at 1,000 steps, {long:,} B at 4,000")
+    assert long == short
+    with lt.record(memory=False) as receipt:
+        run(100_000)
+    assert receipt.plain_runs == plain_runs(100_000, 20)
