@@ -58,6 +58,14 @@ def _module(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
     return lambda _, x: (None, net(x)), None, list(net.parameters())
 
 
+def _tutorial(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
+    """Three layers with state of their own."""
+    net = nn.Sequential(
+        nn.Linear(6, width), spiking.Expon(5.0), spiking.LIF(20.0), nn.Linear(width, 2), spiking.Expon(10.0)
+    )
+    return lambda _, x: (None, net(x)), None, list(net.parameters())
+
+
 MODELS: dict[str, Callable[[int, int], tuple[Any, Any, list[torch.Tensor]]]] = {
     "gru": _gru,
     "lif": _lif,
@@ -65,6 +73,7 @@ MODELS: dict[str, Callable[[int, int], tuple[Any, Any, list[torch.Tensor]]]] = {
     "deep": _deep,
     "dropout": _dropped,
     "module": _module,
+    "tutorial": _tutorial,
 }
 
 
@@ -78,9 +87,10 @@ def measured(name: str, width: int, batch: int, length: int, budget: int | str, 
         carry, ys = lt.checkpointed_scan(step, init, xs, budget=budget)
         tensors = [t for t in torch.utils._pytree.tree_leaves((carry, ys)) if isinstance(t, torch.Tensor)]
         outputs = measure.storage_bytes(tensors)
-        forward = memory.peak - outputs
+        forward, before = memory.peak - outputs, memory.now
         loss = sum(t.sum() for t in tensors if t.requires_grad)
         assert isinstance(loss, torch.Tensor)
+        outputs += memory.now - before  # the loss is not the loop's
         memory.restart_peak()
         grads = torch.autograd.grad(loss, wanted)
         backward = memory.peak - outputs - measure.storage_bytes(list(grads))

@@ -15,6 +15,7 @@ from lowtide.plan import Receipt
 from lowtide.sizes import format_size
 from lowtide.torch.ambient import Randomness
 from lowtide.torch.bits import same_bits
+from lowtide.torch.capture import Watch, edge_of
 from lowtide.torch.hidden import Hidden
 from lowtide.torch.recording import plainly, record
 from lowtide.torch.trees import leaves_of
@@ -58,50 +59,49 @@ def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comp
     `fn` returns a loss, or anything with tensors in it, which are summed. Gradients are compared for every tensor that needs
     one and that the result depends on. Random generators and the state of modules are put back after each run.
     """
-    hidden, random = Hidden(_Parts(fn, args, kwargs)), Randomness(())
+    modules = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, nn.Module)]
+    hidden, random = Hidden((fn, *modules)), Randomness(())
     outcomes = []
     for without in (True, False):
+        watch = Watch()
         try:
-            with hidden.meeting_modules(), record() as recording:
-                if without:
-                    with plainly():
-                        loss = _loss(fn(*args, **kwargs))
-                else:
-                    loss = _loss(fn(*args, **kwargs))
+            with hidden.meeting_modules(), watch, record() as recording, plainly(without):
+                loss = _loss(fn(*args, **kwargs))
                 leaves = _leaves(loss)
-                gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+                gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
             outcomes.append((loss, leaves, gradients, recording.receipt))
         finally:
             hidden.undo()
+            for generator, state in watch.generators.values():
+                random.add(generator, state)
             random.restore(random.start)
     (loss, leaves, gradients, plain), (other_loss, other_leaves, other_gradients, ours) = outcomes
     names = {id(leaf): f"argument {k}" for k, leaf in enumerate(leaves_of((args, kwargs)))} | hidden.parameters
-    first = {id(leaf): gradient for leaf, gradient in zip(leaves, gradients, strict=True)}
-    second = {id(leaf): gradient for leaf, gradient in zip(other_leaves, other_gradients, strict=True)}
     rows = [_compared("the result", loss, other_loss)]
-    everything = {id(leaf): leaf for leaf in (*leaves, *other_leaves)}
-    for k, (key, leaf) in enumerate(everything.items()):
-        name = names.get(key, f"tensor {k} of shape {tuple(leaf.shape)}")
-        rows.append(_compared(f"gradient of {name}", first.get(key), second.get(key)))
+    for k, (one, other) in enumerate(_matched(leaves, other_leaves)):
+        leaf = leaves[one] if one is not None else other_leaves[other or 0]
+        name = names.get(id(leaf), f"tensor {k} of shape {tuple(leaf.shape)}")
+        first = None if one is None else gradients[one]
+        second = None if other is None else other_gradients[other]
+        rows.append(_compared(f"gradient of {name}", first, second))
     return Comparison(tuple(rows), plain, ours)
 
 
-class _Parts:
-    """A function with its arguments, so that modules among either are found."""
-
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.fn = fn
-        self.modules = nn.ModuleList([leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, nn.Module)])
-
-    def __call__(self) -> None:
-        """Never called: it is looked through."""
+def _matched(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[tuple[int | None, int | None]]:
+    """Places of the same tensor in both lists; tensors that each run made anew are matched in their order."""
+    places = {id(leaf): k for k, leaf in enumerate(other)}
+    pairs: list[tuple[int | None, int | None]] = [(k, places.get(id(leaf))) for k, leaf in enumerate(one)]
+    taken = {place for _, place in pairs}
+    rest = iter([k for k in range(len(other)) if k not in taken])
+    matched = [(k, place if place is not None else next(rest, None)) for k, place in pairs]
+    return matched + [(None, k) for k in rest]
 
 
 def _loss(result: Any) -> torch.Tensor:
     tensors = [t for t in leaves_of(result) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not tensors:
         raise InputError("fn returned nothing that needs a gradient; return the loss, or tensors that depend on parameters")
-    if len(tensors) == 1 and tensors[0].numel() == 1:
+    if len(tensors) == 1 and tensors[0].numel() == 1 and not tensors[0].is_complex():
         return tensors[0]
     total = sum((t.abs() if t.is_complex() else t).sum() for t in tensors)
     assert isinstance(total, torch.Tensor)
@@ -111,7 +111,7 @@ def _loss(result: Any) -> torch.Tensor:
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     """Every leaf that the loss depends on."""
     seen: set[Node] = set()
-    stack = [loss.grad_fn]
+    stack: list[Node | None] = [edge_of(loss).node]
     leaves: dict[int, torch.Tensor] = {}
     while stack:
         node = stack.pop()

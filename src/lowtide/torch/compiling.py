@@ -1,4 +1,9 @@
-"""`torch.compile`, once for each function."""
+"""Steps through `torch.compile`: compiled once, the same in first runs and reruns.
+
+`torch.compile` makes one program for a step with grad and another for a step without. Where both give the same bits,
+which is tried on the first step, runs that keep no tape use the faster one without grad; else they use the other one
+and drop its tape. Either way the results are those of the plain loop over the compiled step.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,47 @@ from typing import Any
 
 import torch
 
-_compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
+from lowtide.torch import recording
+from lowtide.torch.bits import same_bits
+from lowtide.torch.engine import Engine
+from lowtide.torch.outputs import Like, like_of
+from lowtide.torch.stepping import StepFunction
 
 
-def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled form of `f`, made on the first call and kept as long as `f` lives."""
-    if f not in _compiled:
-        _compiled[f] = torch.compile(f)
-    return _compiled[f]
+class _Compiled:
+    """A compiled function, and for which shapes its two programs were found to agree, or not."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.call = torch.compile(target)
+        self.agrees: dict[tuple[Like | None, ...], bool] = {}
+
+
+_compiled: weakref.WeakKeyDictionary[Callable[..., Any], _Compiled] = weakref.WeakKeyDictionary()
+
+
+def use_compiled(
+    engine: Engine, target: Callable[..., Any], step: Callable[[Callable[..., Any]], StepFunction]
+) -> None:
+    """Let the engine, which is at its beginning, run `step` made of the compiled `target`."""
+    if target not in _compiled:
+        _compiled[target] = _Compiled(target)
+    found = _compiled[target]
+    engine.stepper.f = step(found.call)
+    shapes = tuple(like_of(leaf) for leaf in engine.begin.leaves)
+    if shapes not in found.agrees:
+        found.agrees[shapes] = _agrees(engine)
+    engine.advance_with_grad |= not found.agrees[shapes]
+
+
+def _agrees(engine: Engine) -> bool:
+    """Whether the first two steps give the same bits with and without grad."""
+    outcomes: list[list[Any]] = []
+    for with_grad in (True, False):
+        engine.advance_with_grad = with_grad
+        with recording.recomputing():
+            outcomes.append(engine.outcome(min(2, engine.length)))
+        recording.count(probe=min(2, engine.length))
+        engine.restart()
+    engine.advance_with_grad = False
+    pairs = zip(*outcomes, strict=True)
+    return all(same_bits(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor))

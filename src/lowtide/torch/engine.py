@@ -53,11 +53,11 @@ class Piece:
 
     start: int
     stop: int
+    since: int  # where its nodes begin in the order of their making
     starts: list[torch.Tensor | None]  # the state at start, None where no gradient flows
     ends: list[GradientEdge | None]  # the state at stop
     outputs: list[list[tuple[int, GradientEdge]]]  # for each output leaf, (step, where its cotangent enters)
     xs: list[torch.Tensor]  # each step's own inputs in a row
-    ends_with_outputs: bool  # whether the outputs that are the state at stop were found to be so
 
     def roots(self) -> list[Node]:
         """Every node where a gradient may enter."""
@@ -71,7 +71,6 @@ class Profile:
 
     state: list[bool]  # for each position of the state after step 0, whether gradients flow through it
     outputs: list[bool]  # for each output leaf
-    same: list[tuple[int, int]]  # (output leaf, position): the output is that part of the new state
 
 
 class Engine:
@@ -101,7 +100,7 @@ class Engine:
         self.progress = progress
         self.check_rerun = check_rerun
         self.advance_with_grad = advance_with_grad
-        self.profile = Profile([], [], [])
+        self.profile = Profile([], [])
         self.first_flags: list[bool] = []
         self.plan_actions: Callable[[], Iterator[Action]] = _no_plan
 
@@ -112,6 +111,8 @@ class Engine:
         self._snapshots: dict[int, Snapshot] = {}
         self._pieces: list[Piece] = []
         self._sums: dict[int, list[int]] = {}  # checksums of states, by the number of steps that led there
+        # By step, the outputs of the step before that *are* parts of the state there: (output leaf, position).
+        self._shared: dict[int, list[tuple[int, int]]] = {}
         self._put_already = 0
         self._node_counts: set[int] = set()
         self.turn = next(_Walk._calls)
@@ -203,24 +204,26 @@ class Engine:
             return
         self._disconnect()
         with torch.no_grad():
-            y = self._advance_with_grad(k, stop) if self.advance_with_grad else self._advance_without(k, stop)
+            if self.advance_with_grad:
+                leaves = self._advance_with_grad(k, stop)
+            else:
+                leaves = self.outputs.leaves(stop - 1, self._advance_without(k, stop))
+                self.note_shared(stop, leaves)
         if not self.check_rerun:
-            self._verify(stop, self.outputs.leaves(stop - 1, y))
+            self._verify(stop, leaves)
 
     def _advance_without(self, start: int, stop: int) -> Any:
         f, carry, first, check = self.stepper.f, self.carry, self._sweeping, self.check_rerun
         versions = self.stepper.versions(self.leaves)
-        k = start
+        k, take = start, self._take if first else None
         try:
             for x in self.inputs.rows(start, stop):
                 carry, y = f(carry, x)
-                if first or check:
-                    leaves = self.outputs.leaves(k, y)
-                if first:
-                    self.put(k, leaves)
+                if take is not None:
+                    take(k, y)
                 if check:
                     self.leaves = self.stepper.leaves(k, carry)
-                    self._verify(k + 1, leaves)
+                    self._verify(k + 1, self.outputs.leaves(k, y))
                 k += 1
         except Exception:
             self._find_bad_carry(carry)  # was it because of what the step before returned?
@@ -240,20 +243,33 @@ class Engine:
             self.restart()
             self.first_step_where(lambda: False)
 
-    def _advance_with_grad(self, start: int, stop: int) -> Any:
+    def _advance_with_grad(self, start: int, stop: int) -> list[Any]:
         """Steps with their tapes, which are dropped at once; for steps that pick other kernels without grad."""
         for k, x in enumerate(self.inputs.rows(start, stop, []), start):
             with torch.enable_grad():
                 self._root_state(k)
                 self.carry, self.leaves, y = self.stepper.run(k, self.carry, self.leaves, x)
-            self.detach_state()
             leaves = self.outputs.leaves(k, y)
+            if k == stop - 1:
+                self.note_shared(stop, leaves)
+            self.detach_state()
             if self._sweeping:
                 self.put(k, leaves)
             if self.check_rerun:
                 self._verify(k + 1, leaves)
-        return y
+        return leaves
 
+    def note_shared(self, step: int, outputs: list[Any]) -> None:
+        """Remember which of these outputs, of the step before, are parts of the state at `step`, the current one."""
+        if not outputs:
+            return
+        state = [*self.leaves, *self.hidden.leaves()]
+        self._shared[step] = [
+            (m, position)
+            for m, output in enumerate(outputs)
+            for position, leaf in enumerate(state)
+            if output is leaf and isinstance(leaf, torch.Tensor)
+        ]
 
     def put(self, k: int, leaves: list[Any]) -> None:
         """Hand over the output of step k's first run; one that was handed over before is let go."""
@@ -263,6 +279,14 @@ class Engine:
         self.outputs.put(k, self.inputs.place(k), leaves)
         if self.progress is not None:
             self.progress.update(1)
+
+    def _take(self, k: int, y: Any) -> None:
+        """`put` for the output of a step that ran without grad."""
+        if k >= self._put_already:
+            self._put_already = k + 1
+            self.outputs.take(k, self.inputs.place(k), y)
+            if self.progress is not None:
+                self.progress.update(1)
 
     def _disconnect(self) -> None:
         """After a tape that stays: what follows it does not belong to its graph."""
@@ -301,13 +325,18 @@ class Engine:
 
     def _tape(self, start: int, stop: int) -> None:
         if any(piece is None for _, piece in self.ahead):
-            # Not all of the probes' tapes could be kept: begin once more.
-            recording.count(probe=len(self.ahead) + start)
+            # Not all of the probes' tapes could be kept: run those steps once more.
+            again = len(self.ahead)
+            recording.count(probe=again + start)
             self.ahead.clear()
             self.restart()
-            if start:
-                with torch.no_grad():
-                    self._advance_without(0, start)
+            with recording.recomputing():
+                if start:
+                    with torch.no_grad():
+                        self._advance_without(0, start)
+                self._pieces.append(self.tape(start, start + again, put=False))
+            recording.count(taping=again)
+            start, self._connected = start + again, True
         while self.ahead:
             piece = self.ahead.pop(0)[1]
             assert piece is not None
@@ -338,40 +367,48 @@ class Engine:
         outputs: list[list[tuple[int, GradientEdge]]] = onto.outputs if onto is not None else []
         xs: list[torch.Tensor] = onto.xs if onto is not None else []
         in_order, check = self.outputs.in_step_order, self.check_rerun
-        look = self.outputs.leaves if self._sweeping else self.outputs.leaves_again
         careful = not self.captured.targets and not self._node_counts  # the very first step
         with torch.enable_grad(), self.captured.in_place_of():
+            since = now() if onto is None else onto.since
             starts = self._root_state(start) if onto is None else onto.starts
-            walk = _Walk(self, starts) if self.captured.targets else None
-            f, k, counts = self.stepper.f, start, self._node_counts
+            walk = _Walk(self, since, starts) if self.captured.targets else None
+            f, k, counts, carry = self.stepper.f, start, self._node_counts, self.carry
+            # A rerun with one tensor for an output, which is most of all runs, is kept short.
+            short = not (self._sweeping or check or in_order or careful) and self.outputs.is_tensor
             mark = now()
             for x in self.inputs.rows(start, stop, xs):
-                before = walk.before(k, xs) if walk is not None and walk.due(k) else None
+                before = walk.before(k, carry, xs) if walk is not None and walk.due(k) else None
                 if careful:
-                    self.carry, self.leaves, y = self.stepper.run(k, self.carry, self.leaves, x)
+                    carry, self.leaves, y = self.stepper.run(k, carry, self.leaves, x)
                 else:
-                    self.carry, y = f(self.carry, x)
-                leaves = look(k, y)
-                if put:
-                    self.put(k, leaves)
-                if check:
-                    self._verify(k + 1, leaves)
-                if not outputs:
-                    outputs = [[] for _ in leaves]
-                for leaf, column in zip(leaves, outputs, strict=True):
-                    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                        column.append((k, edge_of(leaf.view_as(leaf) if in_order else leaf)))
+                    carry, y = f(carry, x)
+                if short and outputs:
+                    if y.requires_grad:
+                        outputs[0].append((k, edge_of(y)))
+                else:
+                    leaves = self.outputs.leaves(k, y)
+                    if put:
+                        self.put(k, leaves)
+                    if check:
+                        self.leaves = self.stepper.leaves(k, carry)
+                        self._verify(k + 1, leaves)
+                    if not outputs:
+                        outputs = [[] for _ in leaves]
+                    for leaf, column in zip(leaves, outputs, strict=True):
+                        if _has_gradient(leaf):
+                            column.append((k, edge_of(leaf.view_as(leaf) if in_order else leaf)))
                 began, mark = mark, now()
-                if walk is not None and (before is not None or mark - began not in counts):
-                    self.leaves = self.stepper.leaves(k, self.carry)
-                    walk.after(k, before, began, leaves, xs)
+                if before is not None or (mark - began not in counts and walk is not None):
+                    self.leaves = self.stepper.leaves(k, carry)
+                    walk.after(k, before, began, self.outputs.leaves(k, y), xs)
                     counts.add(mark - began)
                 k += 1
+            self.carry, leaves = carry, self.outputs.leaves(stop - 1, y)
             self.leaves = self.stepper.leaves(stop - 1, self.carry)
         self.last_output = leaves
-        state = [*self.leaves, *self.hidden.leaves()]
-        aliased = all(leaves[m] is state[position] for m, position in self.profile.same)
-        return Piece(start if onto is None else onto.start, stop, starts, edges_of(state), outputs, xs, aliased)
+        self.note_shared(stop, leaves)
+        ends = edges_of([*self.leaves, *self.hidden.leaves()])
+        return Piece(start if onto is None else onto.start, stop, since, starts, ends, outputs, xs)
 
     # --- the backward pass
 
@@ -395,6 +432,7 @@ class Engine:
             finally:
                 self._snapshots.clear()
                 self._pieces.clear()
+        self.progress = None  # a second backward is not progress
         starts = [g for g, flag in zip(self._cotangents, self.first_flags, strict=True) if flag]
         return [*starts, *self._x_grads, *self._totals]
 
@@ -412,6 +450,7 @@ class Engine:
         while self._pieces and self._pieces[-1].start >= start:
             piece = self._pieces.pop()
             self.pull(piece)
+            self._shared.pop(piece.stop, None)
             count = piece.stop - piece.start
             recording.count(backward=count)
             if self.progress is not None:
@@ -457,12 +496,7 @@ class Engine:
 
     def _seed_outputs(self, piece: Piece, roots: list[Any], cotangents: list[torch.Tensor]) -> None:
         """Cotangents of the piece's outputs; the last leaf first, as its stack was made last."""
-        later = {m for m, _ in self.profile.same} if self._defers(piece.stop) else set()
-        if later and not piece.ends_with_outputs:
-            raise CheckpointError(
-                f"step {piece.stop - 1:,} returned an output that is not part of its new state, though at the first steps "
-                "it was the very same tensor; return the same thing at each step"
-            )
+        later = {m for m, _ in self._shared.get(piece.stop, ())} if self._defers(piece.stop) else set()
         for m in range(len(piece.outputs) - 1, -1, -1):
             grad = self._grads[m]
             if piece.outputs[m] and not self.profile.outputs[m]:
@@ -472,10 +506,12 @@ class Engine:
                 )
             if grad is None:
                 continue
-            for k, edge in piece.outputs[m]:
-                if k == piece.stop - 1 and m in later:
-                    continue
-                cotangent = self.outputs.cotangent(grad, self.inputs.place(k), k == self.length - 1)
+            entries = piece.outputs[m]
+            if entries and entries[-1][0] == piece.stop - 1 and m in later:
+                entries = entries[:-1]
+            places = [self.inputs.place(k) for k, _ in entries]
+            rows = self.outputs.cotangents(grad, places, self.inputs.place(self.length - 1))
+            for (_, edge), cotangent in zip(entries, rows, strict=True):
                 if cotangent is not None:
                     roots.append(edge)
                     cotangents.append(cotangent)
@@ -485,7 +521,7 @@ class Engine:
         if not self._defers(piece.start):
             return
         place = self.inputs.place(piece.start - 1)
-        for m, position in self.profile.same:
+        for m, position in self._shared.get(piece.start, ()):
             grad, leaf = self._grads[m], piece.starts[position]
             if grad is None or leaf is None:
                 continue
@@ -521,6 +557,19 @@ class Engine:
             f"step {step:,} is the first to change {', '.join(strays)}, and reruns would not see it; what steps change is "
             f"learned from the first ones, so name it: hidden=({strays[0]!r},)"
         )
+
+    def outcome(self, stop: int) -> list[Any]:
+        """Run the first `stop` steps, keeping nothing; gives the leaves of the state there and of the last output."""
+        leaves: list[Any] = []
+        with torch.no_grad(), self.ambient.uncached():
+            for k, x in enumerate(self.inputs.rows(0, stop, [])):
+                with torch.set_grad_enabled(self.advance_with_grad):
+                    if self.advance_with_grad:
+                        self._root_state(k)
+                    self.carry, self.leaves, y = self.stepper.run(k, self.carry, self.leaves, x)
+                leaves = self.outputs.leaves(k, y)
+                self.detach_state()
+        return [*self.leaves, *self.hidden.leaves(), *leaves]
 
     def first_step_where(self, happened: Callable[[], bool]) -> int:
         """Run from the start, keeping nothing, until `happened()`."""
@@ -565,7 +614,10 @@ class Engine:
                 carry, y = self.stepper.call(k, carry, x)
                 outputs.keep(k, self.inputs.place(k), y)
             finals = [*self.stepper.leaves(self.length - 1, carry), *self.hidden.leaves()]
-        recording.count(taping=self.length)
+        recording.count(taping=self.length, backward=self.length)
+        if self.progress is not None:
+            self.progress.update(self.length)
+            self.progress = None
         return [*outputs.graphed(), *finals]
 
 
@@ -576,26 +628,27 @@ class _Walk:
     far, and else at one step in `EVERY`, others at each call of the loop; with `check_rerun=True` at every step.
     """
 
-    EVERY = 32
+    EVERY = 64
     _calls = count()
 
-    def __init__(self, engine: Engine, starts: list[torch.Tensor | None]) -> None:
+    def __init__(self, engine: Engine, since: int, starts: list[torch.Tensor | None]) -> None:
         self._engine = engine
-        self._since = now()
+        self._since = since
         self._starts = [leaf for leaf in starts if leaf is not None]
         self._every = 1 if engine.check_rerun else self.EVERY
         self._turn = engine.turn % self._every
+        self._last = engine.length - 1
 
     def due(self, k: int) -> bool:
         """Whether it is step k's turn."""
-        return k % self._every == self._turn or k < 2 or k == self._engine.length - 1
+        return k % self._every == self._turn or k < 2 or k == self._last
 
-    def before(self, k: int, xs: list[torch.Tensor]) -> set[Node]:
-        """Where the graph of step k, which is about to run, may end."""
+    def before(self, k: int, carry: Any, xs: list[torch.Tensor]) -> set[Node]:
+        """Where the graph of step k, which is about to run from `carry`, may end."""
         engine = self._engine
         given = xs[len(xs) - len(engine.inputs.differentiable) :]
-        carry = engine.stepper.leaves(k - 1, engine.carry)
-        return {edge_of(leaf).node for leaf in (*carry, *engine.hidden.leaves(), *given) if _has_gradient(leaf)}
+        leaves = engine.stepper.leaves(k - 1, carry)
+        return {edge_of(leaf).node for leaf in (*leaves, *engine.hidden.leaves(), *given) if _has_gradient(leaf)}
 
     def after(self, k: int, known: set[Node] | None, began: int, outputs: list[Any], xs: list[torch.Tensor]) -> None:
         """Refuse a step that reaches anything else."""

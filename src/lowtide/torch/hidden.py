@@ -11,7 +11,7 @@ count: a counter or a list that grows is the user's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,14 +113,17 @@ class _Carried:
 
 
 class Hidden:
-    """The hidden state of one step function, `f`; `named` slots are carried even if the first steps leave them alone."""
+    """The hidden state of a step, looked for in `roots`: its function, above all.
 
-    def __init__(self, f: Callable[..., Any], named: Iterable[str] = ()) -> None:
+    Slots that are `named` are carried even if the first steps leave them alone.
+    """
+
+    def __init__(self, roots: Iterable[Any], named: Iterable[str] = ()) -> None:
         self._records: dict[Slot, _Record] = {}
         self._named = tuple(named)
         self._steady: list[tuple[Slot, Any, list[Any]]] = []
         self._carried: list[_Carried] = []
-        self._slots = Slots(f, self._meet)
+        self._slots = Slots(roots, self._meet)
 
     def _meet(self, slot: Slot) -> None:
         self._records[slot] = _Record(slot.get(), slot.in_module)
@@ -256,11 +259,14 @@ class Hidden:
         Of slots that are not carried only the objects are known by now, not what was in them.
         """
         for slot, record in self._records.items():
-            if record.in_place() or record.differs(slot.get()):
+            value = slot.get()
+            if record.in_place() or (record.differs(value) and _counts(slot, record, value)):
                 record.undo(slot)
         for slot, value, _ in self._steady:
             if slot.get() is not value:
                 slot.set(value)
+        for slot in self._slots.new_entries():
+            slot.set(MISSING)
 
     def forget_start(self) -> None:
         """The loop ran through: what was there before the first step is needed no more."""
@@ -311,6 +317,8 @@ def _counts(slot: Slot, record: _Record, value: Any) -> bool:
     """Whether a change is one of state: any in a module; elsewhere tensors that take the place of others."""
     if slot.in_module:
         return True
+    if value is MISSING:
+        return False
     leaves = _opened(value)[1]
     has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     return has_tensors and (len(leaves) == len(record.leaves) or record.value is None)

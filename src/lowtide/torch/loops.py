@@ -16,13 +16,13 @@ import torch
 
 from lowtide.chain import Chain, StepCost
 from lowtide.checks import whole_number
-from lowtide.errors import InputError, LowtideError
+from lowtide.errors import FunctionError, InputError, LowtideError
 from lowtide.plan import Plan
 from lowtide.planners.choose import choose
 from lowtide.sizes import parse_budget
 from lowtide.torch import function, recording
 from lowtide.torch.ambient import Ambient, Randomness
-from lowtide.torch.compiling import compiled
+from lowtide.torch.compiling import use_compiled
 from lowtide.torch.engine import Engine
 from lowtide.torch.hidden import Hidden
 from lowtide.torch.inputs import Inputs
@@ -87,31 +87,52 @@ class _Knob:
 class _Loop:
     """A loop in one form for all of the functions below: `f(carry, x) -> (carry, y)`."""
 
-    f: StepFunction
-    target: Callable[..., Any]  # what the user gave, which hidden state is looked for in
+    target: Callable[..., Any]  # what the user gave: where hidden state is looked for, and what is compiled
+    has_carry: bool
     init: Any
     inputs: Inputs
     reduce: Reduce
 
-    def folded(self) -> tuple[StepFunction, Any, Outputs]:
-        """The step, the initial carry and the outputs; a fold of the user's own is made part of the step."""
-        if isinstance(self.reduce, tuple | list):
-            if len(self.reduce) != 2 or not callable(self.reduce[1]):
-                raise InputError("reduce=(init, fold) takes an initial value and a function fold(acc, y) -> acc")
-            begin, fold = self.reduce
+    def __post_init__(self) -> None:
+        if not callable(self.target):
+            kind = type(self.target).__name__
+            raise FunctionError(f"f={self.target!r} is a {kind}, which cannot be called; give the step's function")
 
-            def step(carry: Any, x: Any) -> tuple[Any, None]:
-                result = self.f(carry[0], x)
-                if not isinstance(result, tuple | list) or len(result) != 2:
-                    return result  # type: ignore[return-value]  # the stepper says what is wrong with it
-                return (result[0], fold(carry[1], result[1])), None
+    def outputs(self) -> Outputs:
+        """Where the steps' outputs go; with a fold of the user's own there are none."""
+        return outputs_for(None if self.folds else self.reduce, self.inputs.length)
 
-            return step, (self.init, begin), Outputs(self.inputs.length)
-        return self.f, self.init, outputs_for(self.reduce, self.inputs.length)
+    def begin(self) -> Any:
+        """The carry before the first step."""
+        return (self.init, self.reduce[0]) if self.folds else self.init  # type: ignore[index]  # then it is a pair
 
-    def unfolded(self, carry: Any, ys: Any) -> tuple[Any, Any]:
+    def step(self, target: Callable[..., Any]) -> StepFunction:
+        """The step that calls `target`; a fold of the user's own is part of it."""
+        f = target if self.has_carry else lambda _, x: (None, target(*x))
+        if not self.folds:
+            return f
+        fold: Callable[[Any, Any], Any] = self.reduce[1]  # type: ignore[index, assignment]  # then it is a pair
+
+        def folding(carry: Any, x: Any) -> tuple[Any, None]:
+            result = f(carry[0], x)
+            if not isinstance(result, tuple | list) or len(result) != 2:
+                return result  # type: ignore[no-any-return]  # the stepper says what is wrong with it
+            return (result[0], fold(carry[1], result[1])), None
+
+        return folding
+
+    def result(self, carry: Any, ys: Any) -> tuple[Any, Any]:
         """Final carry and outputs as the user gets them."""
-        return (carry[0], carry[1]) if isinstance(self.reduce, tuple | list) else (carry, ys)
+        return (carry[0], carry[1]) if self.folds else (carry, ys)
+
+    @property
+    def folds(self) -> bool:
+        """Whether there is a fold of the user's own."""
+        if not isinstance(self.reduce, tuple | list):
+            return False
+        if len(self.reduce) != 2 or not callable(self.reduce[1]):
+            raise InputError("reduce=(init, fold) takes an initial value and a function fold(acc, y) -> acc")
+        return True
 
 
 def scan(
@@ -138,7 +159,7 @@ def scan(
         reduce: "mean", "sum", "last" or (init, fold): what to make of the outputs instead of a stack.
     """
     whole_number(unroll, "unroll", least=1)
-    loop = _Loop(f, f, init, Inputs(xs, length, reverse), reduce)
+    loop = _Loop(f, True, init, Inputs(xs, length, reverse), reduce)
     return _plain(loop, pbar)
 
 
@@ -208,7 +229,7 @@ def checkpointed_scan(
     """
     whole_number(unroll, "unroll", least=1)
     knob = _Knob(base, checkpoints, budget, plan)
-    loop = _Loop(f, f, init, Inputs(xs, length, reverse), reduce)
+    loop = _Loop(f, True, init, Inputs(xs, length, reverse), reduce)
     extras = _Extras(check_rerun, compile, tuple(generators), tuple(contexts), tuple(captures), tuple(hidden))
     return _checkpointed(loop, knob, extras, pbar, advance_with_grad)
 
@@ -257,7 +278,7 @@ def plan_scan(
 ) -> Plan:
     """The plan that `checkpointed_scan` would follow. Runs the first steps to measure them and leaves no trace."""
     knob = _Knob(base, checkpoints, budget, None)
-    return _planned(_Loop(f, f, init, Inputs(xs, length, reverse), reduce), knob, tuple(hidden))
+    return _planned(_Loop(f, True, init, Inputs(xs, length, reverse), reduce), knob, tuple(hidden))
 
 
 def plan_for_loop(
@@ -289,17 +310,16 @@ class _Extras:
 def _without_carry(
     f: Callable[..., Any], xs: tuple[Any, ...], length: int | None, reverse: bool, reduce: Reduce
 ) -> _Loop:
-    Stepper(f, None)  # says so if f cannot be called
-    return _Loop(lambda _, x: (None, f(*x)), f, None, Inputs(xs, length, reverse), reduce)
+    return _Loop(f, False, None, Inputs(xs, length, reverse), reduce)
 
 
 def _plain(loop: _Loop, pbar: Any) -> tuple[Any, Any]:
     """Every step in turn; with grad its graph is kept, without there is none."""
-    f, init, outputs = loop.folded()
-    stepper = Stepper(f, init)
-    if loop.inputs.length == 0:
-        return loop.unfolded(init, _nothing(loop, stepper, outputs))
+    outputs = loop.outputs()
+    stepper = Stepper(loop.step(loop.target), loop.begin())
     bar = progress(pbar, loop.inputs.length, with_backward=False)
+    if loop.inputs.length == 0:
+        return loop.result(loop.begin(), _nothing(loop, stepper, outputs))
     keep, rows = torch.is_grad_enabled(), loop.inputs.connected(loop.inputs.differentiable)
     carry = stepper.form.unflatten(stepper.init)
     for k, x in enumerate(rows):
@@ -311,7 +331,7 @@ def _plain(loop: _Loop, pbar: Any) -> tuple[Any, Any]:
         stepper.leaves(k, carry)
         if bar is not None:
             bar.update(1)
-    return loop.unfolded(carry, outputs.finish(outputs.graphed() if keep else outputs.results()))
+    return loop.result(carry, outputs.finish(outputs.graphed() if keep else outputs.results()))
 
 
 def _nothing(loop: _Loop, stepper: Stepper, outputs: Outputs) -> Any:
@@ -320,7 +340,7 @@ def _nothing(loop: _Loop, stepper: Stepper, outputs: Outputs) -> Any:
         return None
     if loop.reduce in ("mean", "last"):
         raise InputError(f'reduce="{loop.reduce}" of no steps has no value; give at least one step')
-    hidden, random = Hidden(loop.target), Randomness(())
+    hidden, random = Hidden((loop.target,)), Randomness(())
     try:
         with torch.no_grad(), hidden.meeting_modules():
             _, y = stepper.call(0, stepper.form.unflatten(stepper.init), loop.inputs.blank())
@@ -339,12 +359,11 @@ def _nothing(loop: _Loop, stepper: Stepper, outputs: Outputs) -> Any:
 
 
 def _engine(loop: _Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) -> Engine:
-    f, init, outputs = loop.folded()
     return Engine(
-        Stepper(f, init),
+        Stepper(loop.step(loop.target), loop.begin()),
         loop.inputs,
-        outputs,
-        Hidden(loop.target, extras.hidden),
+        loop.outputs(),
+        Hidden((loop.target, loop.reduce), extras.hidden),
         Randomness(extras.generators),
         Ambient(extras.contexts),
         progress=progress(pbar, loop.inputs.length, with_backward=True),
@@ -372,7 +391,7 @@ def _checkpointed(
     engine.hidden.forget_start()
     count = len(engine.stepper.init)
     engine.hidden.finish(finals[count:])
-    return loop.unfolded(engine.stepper.form.unflatten(finals[:count]), engine.outputs.finish(results))
+    return loop.result(engine.stepper.form.unflatten(finals[:count]), engine.outputs.finish(results))
 
 
 def _probe(engine: Engine, knob: _Knob, extras: _Extras) -> Costs | None:
@@ -396,13 +415,12 @@ def _compile(engine: Engine, loop: _Loop, knob: _Knob, extras: _Extras) -> Plan:
             "budget= needs the bytes of each tensor, which a compiled step does not show; plan the step as it is with "
             "plan_scan(f, ..., budget=...) and pass plan=, or turn another knob"
         )
-    plan = knob.choose(_probe(engine, knob, extras), loop.inputs.length)
+    with recording.recomputing():  # for the user, the compiled step's is the first run
+        plan = knob.choose(_probe(engine, knob, extras), loop.inputs.length)
     recording.count(probe=len(engine.ahead))
     engine.restart()
     engine.ahead.clear()
-    engine.advance_with_grad = True
-    if loop.f is loop.target:
-        engine.stepper.f = compiled(loop.f)
+    use_compiled(engine, loop.target, loop.step)
     return plan
 
 
@@ -412,7 +430,7 @@ def _planned(loop: _Loop, knob: _Knob, hidden: tuple[str, ...]) -> Plan:
         raise InputError("a loop of no steps needs no plan")
     engine = _engine(loop, extras, None, advance_with_grad=False)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), recording.recomputing():
             costs = probe(engine, captures=(), costs=True, pulls=True, budget=None, keep=False)
         recording.count(probe=len(engine.ahead))
         return knob.choose(costs, loop.inputs.length)

@@ -5,8 +5,8 @@
     print(memory.peak, memory.now)
 
 On the CPU every storage made inside is followed until it dies, through a dispatch mode that sees each operation's
-results, in the backward too; scratch space that a kernel allocates and frees inside itself is not seen. Where there
-is a GPU, its allocator's own statistics are added. What existed before does not count, nor what dies of it.
+results, in the backward too; scratch space that a kernel allocates and frees inside itself is not seen, nor are sparse
+tensors, compiled code and other threads. Where there is a GPU, its allocator's own statistics are added. What existed before does not count, nor what dies of it.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class Memory:
 
     def see(self, tensor: torch.Tensor) -> None:
         """Count the tensor's storage from now until it dies; once, however often it is seen."""
-        if tensor.device.type not in ("cpu", "meta"):
-            return  # the device's allocator counts for itself
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive:
-            return
-        size = storage.nbytes()
+        storage = _storage(tensor)
+        if storage is None or tensor.device.type not in ("cpu", "meta"):
+            return  # another device's allocator counts for itself
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self._alive[key] = 0
+            weakref.finalize(storage, self._died, key).atexit = False
+        self.now += size - self._alive[key]  # it may have grown
         self._alive[key] = size
-        self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._died, key).atexit = False
 
     def _died(self, key: int) -> None:
         self.now -= self._alive.pop(key, 0)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is among those counted and alive."""
-        return tensor.untyped_storage()._cdata in self._alive
+        storage = _storage(tensor)
+        return storage is not None and storage._cdata in self._alive
 
     def alive(self) -> set[int]:
         """Which storages are counted and alive."""
@@ -87,17 +87,18 @@ class _Watching(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        given = {
+            storage._cdata: storage.nbytes()
+            for leaf in tree_leaves((args, kwargs or {}))
+            if isinstance(leaf, torch.Tensor) and (storage := _storage(leaf)) is not None
+        }
         result = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if made:
-            given = {
-                leaf.untyped_storage()._cdata
-                for leaf in tree_leaves((args, kwargs or {}))
-                if isinstance(leaf, torch.Tensor)
-            }
-            for tensor in made:
-                if tensor.untyped_storage()._cdata not in given:
-                    self._memory.see(tensor)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = _storage(leaf)
+                # A view of what was given is not new, unless the operation made it larger.
+                if storage is not None and given.get(storage._cdata) != storage.nbytes():
+                    self._memory.see(leaf)
         return result
 
 
@@ -119,5 +120,10 @@ def watching(memory: Memory) -> Iterator[None]:
 
 def storage_bytes(tensors: list[torch.Tensor]) -> int:
     """Bytes of the storages behind the tensors, each counted once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    storages = [_storage(tensor) for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages if storage is not None}.values())
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """What holds the tensor's values; None for layouts that have no single one (sparse), which are not counted."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None

@@ -7,6 +7,7 @@ makes it so.) What the engine needs to know of each: where a step's output goes,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,13 +34,13 @@ class Outputs:
         self._kept: list[Any] = []
         self._graphed: list[list[Any]] = []
         self._like: list[Like | None] = []
-        self._is_tensor = False  # one tensor, not nested: by far the most frequent output
+        self.is_tensor = False  # one tensor, not nested: by far the most frequent output
 
     def put(self, k: int, place: int, leaves: list[Any]) -> None:
         """Take the leaves of step k's output, which belongs at `place`, without their graph."""
         if not self._kept:
             self._kept = [self._room(leaf) for leaf in leaves]
-        if self._is_tensor:
+        if self.is_tensor:
             self._kept[0][place] = leaves[0].detach()
             return
         for leaf, like, buffer in zip(leaves, self._like, self._kept, strict=True):
@@ -50,7 +51,7 @@ class Outputs:
 
     def leaves(self, k: int, y: Any) -> list[Any]:
         """The leaves of step k's output, checked against those of the first one seen."""
-        if self._is_tensor and isinstance(y, torch.Tensor) and (y.shape, y.dtype, y.device) == self._like[0]:
+        if self.is_tensor and isinstance(y, torch.Tensor) and (y.shape, y.dtype, y.device) == self._like[0]:
             return [y]
         if self.form is None:
             self._begin(y)
@@ -71,16 +72,12 @@ class Outputs:
                     )
         return leaves
 
-    def leaves_again(self, k: int, y: Any) -> list[Any]:
-        """The same for a rerun, whose form was checked when the step first ran."""
-        return [y] if self._is_tensor else self.form.flatten(y)  # type: ignore[union-attr]  # there was a first run
-
     def _begin(self, y: Any) -> None:
         self.form = form_of(y)
         leaves = self.form.flatten(y)
         self.names = self.form.names("y")
         self._like = [like_of(leaf) for leaf in leaves]
-        self._is_tensor = isinstance(y, torch.Tensor)
+        self.is_tensor = isinstance(y, torch.Tensor)
 
     def _room(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -118,9 +115,23 @@ class Outputs:
             column if like is None else torch.stack(column) for column, like in zip(columns, self._like, strict=True)
         ]
 
+    def take(self, k: int, place: int, y: Any) -> None:
+        """`put` for the whole output of a step that ran without grad."""
+        if self.is_tensor and type(y) is torch.Tensor and (y.shape, y.dtype, y.device) == self._like[0]:
+            self._kept[0][place] = y
+        else:
+            self.put(k, place, self.leaves(k, y))
+
     def cotangent(self, grad: torch.Tensor, place: int, is_last: bool) -> torch.Tensor | None:
         """What comes back to the step whose output went to `place`, given the cotangent of the result."""
         return grad[place]
+
+    def cotangents(self, grad: torch.Tensor, places: list[int], last: int) -> Iterable[torch.Tensor | None]:
+        """The same for many steps; `last` is where the last step's output went."""
+        if len(places) > 1 and abs(places[-1] - places[0]) == len(places) - 1:
+            rows = grad[min(places[0], places[-1]) : max(places[0], places[-1]) + 1].unbind(0)
+            return rows if places[0] < places[-1] else reversed(rows)
+        return [self.cotangent(grad, place, place == last) for place in places]
 
 
 class Sums(Outputs):
@@ -140,6 +151,14 @@ class Sums(Outputs):
         """See `Outputs`."""
         return leaf.shape
 
+    def take(self, k: int, place: int, y: Any) -> None:
+        """See `Outputs`."""
+        self.put(k, place, self.leaves(k, y))
+
+    def cotangents(self, grad: torch.Tensor, places: list[int], last: int) -> Iterable[torch.Tensor | None]:
+        """See `Outputs`."""
+        return [grad] * len(places)
+
     def put(self, k: int, place: int, leaves: list[Any]) -> None:
         """See `Outputs`."""
         if self._kept:
@@ -147,11 +166,16 @@ class Sums(Outputs):
         else:
             self._kept = [self._room(leaf) for leaf in leaves]
 
+    def _begin(self, y: Any) -> None:
+        super()._begin(y)
+        assert self.form is not None
+        for leaf in self.form.flatten(y):
+            if not isinstance(leaf, torch.Tensor):
+                raise InputError(f'reduce="{"mean" if self._mean else "sum"}" needs tensors, the output is {leaf!r}')
+            if self._mean and not (leaf.is_floating_point() or leaf.is_complex()):
+                raise InputError(f'reduce="mean" needs outputs that can be divided, this one is {leaf.dtype}; use "sum"')
+
     def _room(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            raise InputError(f'reduce="{"mean" if self._mean else "sum"}" needs tensors, the output is {leaf!r}')
-        if self._mean and not (leaf.is_floating_point() or leaf.is_complex()):
-            raise InputError(f'reduce="mean" needs outputs that can be divided, this one is {leaf.dtype}; use "sum"')
         return 0 + leaf.detach()
 
     def finish(self, results: list[Any]) -> Any:
@@ -183,6 +207,14 @@ class Last(Outputs):
     def result_shape(self, leaf: torch.Tensor) -> tuple[int, ...]:
         """See `Outputs`."""
         return leaf.shape
+
+    def take(self, k: int, place: int, y: Any) -> None:
+        """See `Outputs`."""
+        self.put(k, place, self.leaves(k, y))
+
+    def cotangents(self, grad: torch.Tensor, places: list[int], last: int) -> Iterable[torch.Tensor | None]:
+        """See `Outputs`."""
+        return [grad if place == last else None for place in places]
 
     def put(self, k: int, place: int, leaves: list[Any]) -> None:
         """See `Outputs`."""

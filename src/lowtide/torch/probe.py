@@ -22,6 +22,7 @@ from lowtide.plan import Knob, Plan
 from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.revolve import Revolve, least_with_slots, slots_within
 from lowtide.torch.ambient import mark_bytes
+from lowtide.torch.bits import checksum_bytes
 from lowtide.torch.capture import Watch, edge_of, now
 from lowtide.torch.engine import Engine, Piece, Snapshot, edges_of
 from lowtide.torch.measure import Memory, storage_bytes, watching
@@ -77,7 +78,7 @@ class _Meter:
         self.packed: set[int] = set()
         self.forward = 0.0
         self.taped = 0
-        self.before = 0
+        self.before = self.after = 0
         self.old: set[int] = set()
 
     def seeing(self) -> AbstractContextManager[None]:
@@ -95,6 +96,7 @@ class _Meter:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
         self.forward = perf_counter() - began
+        self.after = self.memory.now
         self.taped = self.memory.peak - self.before
         self.memory.peak = max(self.memory.peak, worst)
 
@@ -201,7 +203,7 @@ def _first(engine: Engine, captures: tuple[torch.Tensor, ...], meter: _Meter | N
     captured.learn(piece.roots(), given, since, watch)
     captured.settle()
 
-    _learn(engine, piece, state)
+    _learn(engine, piece)
     # A graph that runs on into what was there before cannot serve as a tape.
     return None if captured.dependent or any(origins) else piece
 
@@ -216,27 +218,21 @@ def _next(engine: Engine, k: int, snapshot: Snapshot, meter: _Meter | None) -> t
     piece.starts += [None] * (len(snapshot.leaves) + len(snapshot.hidden.leaves()) - len(piece.starts))
     piece.ends = edges_of(state)
     before = engine.profile.state
-    _learn(engine, piece, state)
+    _learn(engine, piece)
     engine.ahead.append((snapshot, piece))
     return piece, engine.profile.state == before
 
 
-def _learn(engine: Engine, piece: Piece, state: list[Any]) -> None:
+def _learn(engine: Engine, piece: Piece) -> None:
     """Add what this step shows to the profile of all steps."""
-    profile, outputs = engine.profile, engine.last_output
+    profile = engine.profile
     flags = [edge is not None for edge in piece.ends]
     if len(flags) == len(profile.state):
         flags = [new or old for new, old in zip(flags, profile.state, strict=True)]
     profile.state = flags
     gradients = [bool(column) for column in piece.outputs]
     profile.outputs = [new or old for new, old in zip(gradients, profile.outputs or gradients, strict=True)]
-    same = [
-        (m, position)
-        for m, output in enumerate(outputs)
-        for position, leaf in enumerate(state)
-        if output is leaf and isinstance(leaf, torch.Tensor)
-    ]
-    profile.same = same if piece.start == 0 else [pair for pair in profile.same if pair in same]
+    engine.note_shared(piece.stop, engine.last_output)
 
 
 def _costs(
@@ -253,12 +249,13 @@ def _costs(
     kept = [new if meter.keeps(old) or meter.keeps(new) else None for old, new in _pairs(before, after)]
     kept_state = storage_bytes([leaf for leaf in kept if leaf is not None])
     twice = storage_bytes([new for old, new in _pairs(before, after) if meter.keeps(old) and meter.keeps(new)])
-    saved = max(0, meter.memory.now - meter.before - passing - kept_after)
+    saved = max(0, meter.after - meter.before - passing - kept_after)
     gradients = sum(x.nbytes for x in (piece.xs if piece is not None else []))
     tape = max(saved + kept_state, state, gradients, 1)
     loose = state - kept_state  # the part of a state that no tape holds
     cotangent = storage_bytes([leaf for leaf, flag in zip(after, engine.profile.state, strict=False) if flag])
     start = storage_bytes([t for t in engine.begin.hidden.leaves() if isinstance(t, torch.Tensor)])
+    start += max((checksum_bytes(t) for t in (*new, *outputs)), default=0)
     slack = tape - saved - kept_state
     largest = max((t.nbytes for t in engine.captured.targets), default=0)
     pulled, seconds = 0, 2 * meter.forward

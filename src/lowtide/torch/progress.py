@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+from lowtide.checks import whole_number
 from lowtide.errors import InputError
 
 
@@ -36,13 +38,16 @@ def progress(pbar: Any, length: int, *, with_backward: bool) -> Progress | None:
     """
     if pbar is None or pbar is False:
         return None
-    if hasattr(pbar, "update"):
+    if callable(getattr(pbar, "update", None)) and not isinstance(pbar, Mapping):
         return pbar  # type: ignore[no-any-return]  # whatever has update(n) is a Progress
     total = length * (2 if with_backward else 1)
     if pbar is True:
         return _Tqdm(total, 1, "steps")
-    if isinstance(pbar, int) and pbar > 0:
-        return _Tqdm(total, pbar, "steps")
     if isinstance(pbar, str):
         return _Tqdm(total, 1, pbar)
-    raise InputError(f"pbar={pbar!r}: give True, a whole number of steps, a label, or an object with update(n)")
+    try:
+        return _Tqdm(total, whole_number(pbar, "pbar", least=1), "steps")
+    except InputError:
+        raise InputError(
+            f"pbar={pbar!r}: give True, a whole number of steps, a label, or an object with update(n)"
+        ) from None

@@ -66,8 +66,10 @@ _open: list[Recording] = []  # of all threads: a backward may run in another one
 def record(*, memory: bool = True) -> Iterator[Recording]:
     """Record what the loops inside cost: runs, peak bytes of tensors, seconds.
 
+    Runs are those of all threads, because a backward may run in another one than its forward.
+
     Args:
-        memory: follow every tensor made inside. It slows operations down; leave it off to time something.
+        memory: follow every tensor that this thread makes inside. It slows operations down; leave it off to time something.
     """
     recording = Recording()
     _open.append(recording)
@@ -122,10 +124,10 @@ def runs_plainly() -> bool:
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
-    """Inside, checkpointed loops run as plain ones: the other side of a comparison."""
+def plainly(yes: bool = True) -> Iterator[None]:
+    """Inside, checkpointed loops run as plain ones, if so: the other side of a comparison."""
     before = _thread.plainly
-    _thread.plainly = True
+    _thread.plainly = yes
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -87,13 +87,15 @@ class _Variable:
 class Slots:
     """All slots found so far. `met` is called with each new one before any step has run that could change it."""
 
-    def __init__(self, f: Callable[..., Any], met: Callable[[Slot], None]) -> None:
+    def __init__(self, roots: Iterable[Any], met: Callable[[Slot], None]) -> None:
         self._met = met
         self._known: set[tuple[int, str]] = set()
         self._owners: list[tuple[dict[str, Any], str, bool]] = []
         self._modules: dict[int, nn.Module] = {}
         self.parameters: dict[int, str] = {}
-        self._find(f, "", set())
+        seen: set[int] = set()
+        for root in roots:
+            self._find(root, "", seen)
 
     def new_entries(self) -> Iterator[Slot]:
         """Slots of known owners that have come up since the last time; `met` is not called with them."""
@@ -128,6 +130,9 @@ class Slots:
         seen.add(id(thing))
         if isinstance(thing, nn.Module):
             self._see_module(thing, label or type(thing).__name__)
+        elif isinstance(thing, tuple | list):
+            for part in thing[:100]:
+                self._find(part, label, seen)
         elif isinstance(thing, functools.partial):
             for part in (thing.func, *thing.args, *thing.keywords.values()):
                 self._find(part, label, seen)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowtide.errors import FunctionError, InputError
+from lowtide.errors import InputError
 from lowtide.torch.outputs import described, like_of
 from lowtide.torch.trees import FormError, form_of
 
@@ -18,8 +18,6 @@ class Stepper:
     """`f(carry, x) -> (carry, y)`, with a carry that keeps the form, shapes and dtypes it began with."""
 
     def __init__(self, f: StepFunction, init: Any) -> None:
-        if not callable(f):
-            raise FunctionError(f"f={f!r} is a {type(f).__name__}, which cannot be called; give the step's function")
         self.f = f
         self.form = form_of(init)
         self.init: list[Any] = self.form.flatten(init)

@@ -7,10 +7,11 @@ structure has not changed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils import _pytree as torch_trees
 
 
@@ -55,7 +56,7 @@ class _Leaf(Form):
         self.size = 1
 
     def flatten(self, value: Any) -> list[Any]:
-        if type(value) in _NODES or value is None:
+        if not isinstance(value, torch.Tensor):
             self.take(value, [], "")
         return [value]
 
@@ -132,13 +133,16 @@ class _Node(Form):
     def take(self, value: Any, leaves: list[Any], path: str) -> None:
         if type(value) is not self.kind:
             raise FormError(f"{_described(value)}{_at(path)} where a {self.kind.__name__} was")
-        children = list(self.read(value))
+        try:
+            children = list(self.read(value))
+        except FormError as error:
+            raise FormError(f"{error}{_at(path)}") from None
         if len(children) != len(self.entries):
             raise FormError(
                 f"a {self.kind.__name__} of {len(children)}{_at(path)} where one of {len(self.entries)} was"
             )
         for entry, child, key in zip(self.entries, children, self.keys, strict=True):
-            if type(entry) is _Leaf and type(child) not in _NODES and child is not None:
+            if type(entry) is _Leaf and isinstance(child, torch.Tensor):
                 leaves.append(child)
             else:
                 entry.take(child, leaves, path + key)
@@ -160,14 +164,21 @@ def form_of(value: Any) -> Form:
         keys = [f"[{k}]" for k in range(len(value))]
         return _Node(kind, keys, [form_of(child) for child in value], _itself, kind)
     if kind is dict or kind is OrderedDict:
-        return _form_of_mapping(kind, value)
+        return _form_of_mapping(value, kind)
+    if kind is defaultdict:
+        return _form_of_mapping(value, lambda items: defaultdict(value.default_factory, items))
     if not _is_node(value):
         return _Leaf()
     children, context, keys = _opened(value)
     unflatten = torch_trees.SUPPORTED_NODES[_registered(value)].unflatten_fn
-    return _Node(
-        kind, keys, [form_of(child) for child in children], lambda v: _opened(v)[0], lambda c: unflatten(c, context)
-    )
+
+    def read(other: Any) -> Iterable[Any]:
+        children, beside, _ = _opened(other)
+        if not _equal(beside, context):
+            raise FormError(f"a {kind.__name__} with {beside!r} beside its leaves where there was {context!r}")
+        return children
+
+    return _Node(kind, keys, [form_of(child) for child in children], read, lambda c: unflatten(c, context))
 
 
 def leaves_of(value: Any) -> list[Any]:
@@ -175,8 +186,8 @@ def leaves_of(value: Any) -> list[Any]:
     return form_of(value).flatten(value)
 
 
-def _form_of_mapping(kind: type, value: dict[Any, Any]) -> Form:
-    names = list(value)
+def _form_of_mapping(value: dict[Any, Any], make: Callable[[Iterable[Any]], Any]) -> Form:
+    kind, names = type(value), list(value)
 
     def read(mapping: dict[Any, Any]) -> Iterable[Any]:
         if mapping.keys() != value_keys:
@@ -189,7 +200,7 @@ def _form_of_mapping(kind: type, value: dict[Any, Any]) -> Form:
         [f"[{name!r}]" for name in names],
         [form_of(value[name]) for name in names],
         read,
-        lambda children: kind(zip(names, children, strict=True)),
+        lambda children: make(zip(names, children, strict=True)),
     )
 
 
@@ -218,6 +229,14 @@ def _opened(value: Any) -> tuple[list[Any], Any, list[str]]:
     else:
         keys = [f"[{k}]" for k in range(len(children))]
     return list(children), context, keys
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same; False where they cannot be compared."""
+    try:
+        return bool(one == other)
+    except Exception:
+        return one is other
 
 
 def _described(value: Any) -> str:

@@ -73,7 +73,7 @@ def checkpointed_while_loop(
         stepper,
         Inputs(None, _NO_END, reverse=False),
         Outputs(_NO_END),
-        Hidden(body, hidden),
+        Hidden((body,), hidden),
         Randomness(generators),
         Ambient(),
         check_rerun=check_rerun,
