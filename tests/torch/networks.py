@@ -157,7 +157,11 @@ def spiking_jelly(length: int, dtype: torch.dtype) -> Network:
 
 def lif_modules(length: int, dtype: torch.dtype) -> Network:
     net = nn.Sequential(
-        nn.Linear(IN, WIDTH), spiking.Expon(5.0), spiking.LIF(3.0, v_threshold=0.3), nn.Linear(WIDTH, 2), spiking.Expon(9.0)
+        nn.Linear(IN, WIDTH),
+        spiking.Expon(5.0),
+        spiking.LIF(3.0, v_threshold=0.3),
+        nn.Linear(WIDTH, 2),
+        spiking.Expon(9.0),
     ).to(dtype)
     return Network(lambda _, x: (None, net(x)), None, _xs(length, dtype), list(net.parameters()), net)
 
@@ -196,7 +200,9 @@ def plain(net: Network, *, reverse: bool = False, reduce: str | None = None) -> 
     return carry, torch.utils._pytree.tree_unflatten(results, spec)
 
 
-def outcome(make: Callable[[], Network], run: Callable[[Network], Any], seed: int = 1) -> tuple[dict[str, Any], Network]:
+def outcome(
+    make: Callable[[], Network], run: Callable[[Network], Any], seed: int = 1
+) -> tuple[dict[str, Any], Network]:
     """Everything that must agree to the last bit after running a fresh network forward and backward."""
     torch.manual_seed(seed)
     net = make()

@@ -124,7 +124,9 @@ def test_the_measured_peak_is_within_the_budget(case: Any, record_property: Call
     plan = lt.plan_scan(step, init, torch.randn(length, batch, 6, requires_grad=x_grads), budget=budget)
     peak = measured(name, width, batch, length, budget, x_grads=x_grads)
     used = peak / budget
-    record_property("figure", f"budget {budget:,} B for {name} T={length}: {used:.0%} used, {plan.runs_per_step:.2f} runs")
+    record_property(
+        "figure", f"budget {budget:,} B for {name} T={length}: {used:.0%} used, {plan.runs_per_step:.2f} runs"
+    )
     assert peak <= budget
     if plan.bill.plain_runs:
         assert used >= 0.7

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 import pytest
 import torch
 from torch import nn
@@ -151,7 +150,9 @@ def test_hidden_state_is_differentiable_at_both_ends() -> None:
 
     def run(loop: Any, **options: Any) -> Any:
         torch.manual_seed(2)
-        net = nn.Sequential(nn.Linear(3, 4), lt.spiking.Expon(5.0), lt.spiking.LIF(3.0, v_threshold=0.2), nn.Linear(4, 2))
+        net = nn.Sequential(
+            nn.Linear(3, 4), lt.spiking.Expon(5.0), lt.spiking.LIF(3.0, v_threshold=0.2), nn.Linear(4, 2)
+        )
         first = loop(net, torch.randn(8, 2, 3), **options)
         second = loop(net, torch.randn(9, 2, 3), **options)
         state = net[1].g

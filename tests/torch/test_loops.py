@@ -51,7 +51,9 @@ def _check(step: Any, init: Any, xs: Any, leaves: list[torch.Tensor], length: in
             assert same_bits(a, b) if isinstance(a, torch.Tensor) else a == b
     outcomes = []
     for result in ((carry, expected_y), (found_carry, found_y)):
-        tensors = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+        tensors = [
+            t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad
+        ]
         loss: Any = sum((t.abs() ** 2).sum() for t in tensors)
         outcomes.append(torch.autograd.grad(loss, leaves))
     for a, b in zip(*outcomes, strict=True):
@@ -180,7 +182,11 @@ def test_a_fold_of_ones_own() -> None:
     expected = torch.autograd.grad(total, w)[0]
     for loop, options in [(lt.scan, {}), *[(lt.checkpointed_scan, knob) for knob in KNOBS]]:
         carry, (found, n) = loop(  # type: ignore[operator]  # loops of one signature
-            lambda h, x: (torch.tanh(h * w + x),) * 2, torch.zeros(3), xs, reduce=(((torch.tensor(0.0), 0)), fold), **options
+            lambda h, x: (torch.tanh(h * w + x),) * 2,
+            torch.zeros(3),
+            xs,
+            reduce=(((torch.tensor(0.0), 0)), fold),
+            **options,
         )
         assert (found.item(), n) == (total.item(), 17)
         assert same_bits(carry, h)
@@ -356,7 +362,9 @@ def test_autocast_is_the_same_in_reruns() -> None:
     expected, gradients = loss(oracle, cache=False)
     for options in KNOBS:
         for cache in (True, False):
-            found, ours = loss(lambda options=options: lt.checkpointed_scan(step, torch.zeros(2, 3), xs, **options)[1], cache)
+            found, ours = loss(
+                lambda options=options: lt.checkpointed_scan(step, torch.zeros(2, 3), xs, **options)[1], cache
+            )
             assert same_bits(found, expected)
             assert all(same_bits(a, b) for a, b in zip(ours, gradients, strict=True))
     _, cached = loss(oracle, cache=True)
@@ -421,7 +429,7 @@ def test_a_tensor_used_outside_too_agrees_to_a_rounding() -> None:
 
 
 def test_named_tuples_of_any_make() -> None:
-    make = namedtuple("make", "h n")  # noqa: PYI024
+    make = namedtuple("make", "h n")
     w = torch.randn(2, requires_grad=True)
     carry, _ = lt.checkpointed_scan(
         lambda c, x: (make(c.h * w, c.n + 1), None), make(torch.ones(2), 0), length=4, base=2

@@ -14,6 +14,7 @@ from lowtide.planners.revolve import plain_runs
 def counted(length: int, **options: Any) -> tuple[list[int], lt.Recording]:
     w = torch.randn(3, 3, requires_grad=True)
     runs = [0] * length
+
     def step(carry: Any, k: torch.Tensor) -> Any:
         runs[int(k)] += 1
         return torch.tanh(carry @ w), carry.sum()
@@ -29,7 +30,11 @@ def counted(length: int, **options: Any) -> tuple[list[int], lt.Recording]:
 def test_a_number_of_snapshots_costs_the_binomial_optimum(length: int, slots: int) -> None:
     runs, receipt = counted(length, checkpoints=slots)
     assert sum(runs) == plain_runs(length, slots) + length
-    assert (receipt.plain_runs, receipt.taping_runs, receipt.backward_runs) == (plain_runs(length, slots), length, length)
+    assert (receipt.plain_runs, receipt.taping_runs, receipt.backward_runs) == (
+        plain_runs(length, slots),
+        length,
+        length,
+    )
     assert receipt.probe_runs == 0
 
 
@@ -48,9 +53,7 @@ def test_other_knobs_cost_their_bill(length: int, options: dict[str, Any]) -> No
 def test_a_budget_costs_its_bill(budget: int | str) -> None:
     w = torch.randn(3, 3, requires_grad=True)
     budget = 40_000 if budget == "100%" else budget
-    plan = lt.plan_scan(
-        lambda h, k: (torch.tanh(h @ w), h.sum()), torch.ones(2, 3), torch.arange(120), budget=budget
-    )
+    plan = lt.plan_scan(lambda h, k: (torch.tanh(h @ w), h.sum()), torch.ones(2, 3), torch.arange(120), budget=budget)
     runs, receipt = counted(120, budget=budget)
     assert sum(runs) == plan.bill.plain_runs + plan.bill.taping_runs + receipt.probe_runs
     assert receipt.probe_runs == 0

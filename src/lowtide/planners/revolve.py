@@ -80,7 +80,9 @@ def slots_within(step: StepCost, budget: int) -> int:
     """
     least = least_with_slots(step)
     if budget < least:
-        raise BudgetError(budget, least, "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)")
+        raise BudgetError(
+            budget, least, "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
+        )
     return 1 + (budget - least) // step.state
 
 

@@ -1,7 +1,7 @@
 """Lowtide for PyTorch: loops whose backward fits the memory you have.
 
-    import lowtide.torch as lt
-    ys = lt.checkpointed_for_loop(net, xs, budget="64MiB")
+import lowtide.torch as lt
+ys = lt.checkpointed_for_loop(net, xs, budget="64MiB")
 """
 
 from lowtide.torch import measure, spiking

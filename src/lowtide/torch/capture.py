@@ -66,7 +66,9 @@ def strangers(roots: Iterable[Node], known: set[Node], since: int) -> list[Node]
 
 
 # What a step can only do with grad, so that it must have it also where no tape is kept.
-_NEEDING_GRAD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook})
+_NEEDING_GRAD = frozenset(
+    {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook}
+)
 
 
 class Watch(TorchFunctionMode):
@@ -135,6 +137,7 @@ class Captured:
         self._aliases: dict[int, torch.Tensor] = {}
         self.targets: list[torch.Tensor] = []
         self._versions: list[int] = []
+        self.settled = False
 
     def add(self, tensor: torch.Tensor, name: str) -> None:
         """Capture one tensor."""
@@ -158,6 +161,7 @@ class Captured:
 
     def settle(self) -> None:
         """No more captures."""
+        self.settled = True
         for tensor in self.tensors:
             if tensor.grad_fn is not None and self._depends(tensor):
                 self._aliases[id(tensor)] = tensor.detach().requires_grad_()

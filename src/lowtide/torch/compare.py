@@ -100,7 +100,9 @@ def _matched(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[tuple[i
 def _loss(result: Any) -> torch.Tensor:
     tensors = [t for t in leaves_of(result) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not tensors:
-        raise InputError("fn returned nothing that needs a gradient; return the loss, or tensors that depend on parameters")
+        raise InputError(
+            "fn returned nothing that needs a gradient; return the loss, or tensors that depend on parameters"
+        )
     if len(tensors) == 1 and tensors[0].numel() == 1 and not tensors[0].is_complex():
         return tensors[0]
     total = sum((t.abs() if t.is_complex() else t).sum() for t in tensors)

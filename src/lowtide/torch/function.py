@@ -63,7 +63,7 @@ def _differentiable(
         swaps = {id(tensor): tensor.view_as(tensor) for tensor in captured.tensors} if captured.dependent else {}
         wanted = [*given, *(swaps.get(id(tensor), tensor) for tensor in captured.tensors)]
         with captured.in_place_of(swaps):
-            results = engine.plain_again(given)
+            results = _plain_again(engine, given)
         pairs = [
             (result, grad)
             for result, grad in zip(results, grads, strict=True)
@@ -79,3 +79,26 @@ def _differentiable(
                 create_graph=True,
                 allow_unused=True,
             )
+
+
+def _plain_again(engine: Engine, given: list[torch.Tensor]) -> list[Any]:
+    """The whole loop with its graph, from the differentiable start leaves and inputs in `given`."""
+    rest = iter(given)
+    begin, count = engine.begin.all_leaves(), len(engine.begin.leaves)
+    start = [next(rest) if flag else leaf for leaf, flag in zip(begin, engine.first_flags, strict=True)]
+    rows = engine.inputs.connected(list(rest))
+    outputs, stepper = engine.outputs.fresh(), engine.stepper
+    with engine.ambient.again(), engine.hidden.aside(), engine.random.aside(), torch.enable_grad():
+        engine.hidden.write(engine.begin.hidden)
+        engine.hidden.replace(start[count:])
+        engine.random.restore(engine.begin.random)
+        carry = stepper.form.unflatten(start[:count])
+        for k, x in enumerate(rows):
+            carry, y = stepper.call(k, carry, x)
+            outputs.keep(k, engine.inputs.place(k), y)
+        finals = [*stepper.leaves(engine.length - 1, carry), *engine.hidden.leaves()]
+    recording.count(taping=engine.length, backward=engine.length)
+    if engine.progress is not None:
+        engine.progress.update(engine.length)
+        engine.progress = None
+    return [*outputs.graphed(), *finals]

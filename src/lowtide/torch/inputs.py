@@ -11,7 +11,6 @@ from lowtide.checks import whole_number
 from lowtide.errors import InputError
 from lowtide.torch.trees import form_of, leaves_of
 
-
 # Rows are cut from their tensors so many at a time.
 _AT_ONCE = 64
 
@@ -110,7 +109,10 @@ class Inputs:
         if not isinstance(source, Steps):
             items = source[min(first, last) : max(first, last) + 1].unbind(0)
             return items if first <= last else reversed(items)
-        return (self._item(source, place) for place in range(first, last + (1 if first <= last else -1), _sign(last - first)))
+        return (
+            self._item(source, place)
+            for place in range(first, last + (1 if first <= last else -1), _sign(last - first))
+        )
 
     def _item(self, source: Steps, place: int) -> Any:
         item = source[place]

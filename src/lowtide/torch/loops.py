@@ -30,6 +30,7 @@ from lowtide.torch.outputs import Outputs, outputs_for
 from lowtide.torch.probe import Costs, probe
 from lowtide.torch.progress import progress
 from lowtide.torch.stepping import StepFunction, Stepper
+from lowtide.torch.strays import refuse_strays
 from lowtide.torch.trees import form_of
 
 Reduce = str | tuple[Any, Callable[[Any, Any], Any]] | None
@@ -372,9 +373,7 @@ def _engine(loop: _Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) ->
     )
 
 
-def _checkpointed(
-    loop: _Loop, knob: _Knob, extras: _Extras, pbar: Any, advance_with_grad: bool
-) -> tuple[Any, Any]:
+def _checkpointed(loop: _Loop, knob: _Knob, extras: _Extras, pbar: Any, advance_with_grad: bool) -> tuple[Any, Any]:
     if not torch.is_grad_enabled() or loop.inputs.length == 0 or recording.runs_plainly():
         return _plain(loop, pbar)
     engine = _engine(loop, extras, pbar, advance_with_grad)
@@ -384,7 +383,7 @@ def _checkpointed(
         else:
             plan = knob.choose(_probe(engine, knob, extras), loop.inputs.length)
         results, finals = function.run(engine, plan.actions)
-        engine.refuse_strays()
+        refuse_strays(engine)
     except LowtideError:
         engine.restart()
         raise

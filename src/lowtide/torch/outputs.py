@@ -122,16 +122,15 @@ class Outputs:
         else:
             self.put(k, place, self.leaves(k, y))
 
-    def cotangent(self, grad: torch.Tensor, place: int, is_last: bool) -> torch.Tensor | None:
-        """What comes back to the step whose output went to `place`, given the cotangent of the result."""
-        return grad[place]
-
     def cotangents(self, grad: torch.Tensor, places: list[int], last: int) -> Iterable[torch.Tensor | None]:
-        """The same for many steps; `last` is where the last step's output went."""
+        """What comes back to the steps whose outputs went to `places`, given the cotangent of the result.
+
+        `last` is where the last step's output went.
+        """
         if len(places) > 1 and abs(places[-1] - places[0]) == len(places) - 1:
             rows = grad[min(places[0], places[-1]) : max(places[0], places[-1]) + 1].unbind(0)
             return rows if places[0] < places[-1] else reversed(rows)
-        return [self.cotangent(grad, place, place == last) for place in places]
+        return [grad[place] for place in places]
 
 
 class Sums(Outputs):
@@ -173,7 +172,9 @@ class Sums(Outputs):
             if not isinstance(leaf, torch.Tensor):
                 raise InputError(f'reduce="{"mean" if self._mean else "sum"}" needs tensors, the output is {leaf!r}')
             if self._mean and not (leaf.is_floating_point() or leaf.is_complex()):
-                raise InputError(f'reduce="mean" needs outputs that can be divided, this one is {leaf.dtype}; use "sum"')
+                raise InputError(
+                    f'reduce="mean" needs outputs that can be divided, this one is {leaf.dtype}; use "sum"'
+                )
 
     def _room(self, leaf: Any) -> Any:
         return 0 + leaf.detach()
@@ -191,10 +192,6 @@ class Sums(Outputs):
     def graphed(self) -> list[Any]:
         """See `Outputs`."""
         return self._graphed[0]
-
-    def cotangent(self, grad: torch.Tensor, place: int, is_last: bool) -> torch.Tensor | None:
-        """See `Outputs`."""
-        return grad
 
 
 class Last(Outputs):
@@ -221,9 +218,6 @@ class Last(Outputs):
         if k == self.length - 1:
             self._kept = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-    def _room(self, leaf: Any) -> Any:
-        return None
-
     def keep(self, k: int, place: int, y: Any) -> None:
         """See `Outputs`."""
         self._graphed = [self.leaves(k, y)]
@@ -231,10 +225,6 @@ class Last(Outputs):
     def graphed(self) -> list[Any]:
         """See `Outputs`."""
         return self._graphed[0]
-
-    def cotangent(self, grad: torch.Tensor, place: int, is_last: bool) -> torch.Tensor | None:
-        """See `Outputs`."""
-        return grad if is_last else None
 
 
 def outputs_for(reduce: str | None, length: int) -> Outputs:

@@ -24,8 +24,9 @@ from lowtide.planners.revolve import Revolve, least_with_slots, slots_within
 from lowtide.torch.ambient import mark_bytes
 from lowtide.torch.bits import checksum_bytes
 from lowtide.torch.capture import Watch, edge_of, now
-from lowtide.torch.engine import Engine, Piece, Snapshot, edges_of
+from lowtide.torch.engine import Engine
 from lowtide.torch.measure import Memory, storage_bytes, watching
+from lowtide.torch.pieces import Piece, Snapshot, edges_of, has_gradient
 
 # Gradients may need a few steps to reach every part of the state; a longer delay is found out later, and refused.
 _MOST_STEPS = 16
@@ -147,7 +148,7 @@ def probe(
         if budget is not None and meter is not None:
             keep = engine.length * meter.memory.now <= budget
         engine.ahead.append((engine.begin, piece if keep else None))
-        before: list[Any] = engine.begin.leaves + engine.begin.hidden.leaves()
+        before = engine.begin.all_leaves()
         k, settled = 1, False
         while not settled and k < _MOST_STEPS and goes_on(k):
             engine.detach_state()
@@ -155,7 +156,7 @@ def probe(
             piece = None
             with meter.seeing() if meter else nullcontext():
                 snapshot = Snapshot(engine.leaves, engine.hidden.read(copy=True), engine.random.mark())
-                before = snapshot.leaves + snapshot.hidden.leaves()
+                before = snapshot.all_leaves()
                 piece, settled = _next(engine, k, snapshot, meter)
             engine.put(k, engine.last_output)
             k += 1
@@ -172,7 +173,7 @@ def probe(
 
 def _first(engine: Engine, captures: tuple[torch.Tensor, ...], meter: _Meter | None) -> Piece | None:
     """Step 0: find captured tensors, hidden state and generators. Its tape, if it can serve as one."""
-    engine.first_flags = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in engine.stepper.init]
+    engine.first_flags = [has_gradient(leaf) for leaf in engine.stepper.init]
     watch, since = Watch(), now()
     with engine.hidden.meeting_modules(), meter.on() if meter else nullcontext(), watch:
         piece = engine.tape(0, 1, put=False)
@@ -186,8 +187,7 @@ def _first(engine: Engine, captures: tuple[torch.Tensor, ...], meter: _Meter | N
     origins = hidden.origins()
     engine.first_flags += [origin is not None for origin in origins]
     piece.starts += [None] * len(origins)
-    state = [*engine.leaves, *hidden.leaves()]
-    piece.ends = edges_of(state)
+    piece.ends = edges_of(engine.state())
 
     captured = engine.captured
     for tensor in captures:
@@ -214,9 +214,8 @@ def _next(engine: Engine, k: int, snapshot: Snapshot, meter: _Meter | None) -> t
         piece = engine.tape(k, k + 1, put=False)
     earlier = [ahead.hidden for ahead, _ in engine.ahead]
     engine.hidden.probe([*earlier, snapshot.hidden])
-    state = [*engine.leaves, *engine.hidden.leaves()]
-    piece.starts += [None] * (len(snapshot.leaves) + len(snapshot.hidden.leaves()) - len(piece.starts))
-    piece.ends = edges_of(state)
+    piece.starts += [None] * (len(snapshot.all_leaves()) - len(piece.starts))
+    piece.ends = edges_of(engine.state())
     before = engine.profile.state
     _learn(engine, piece)
     engine.ahead.append((snapshot, piece))
@@ -231,15 +230,13 @@ def _learn(engine: Engine, piece: Piece) -> None:
         flags = [new or old for new, old in zip(flags, profile.state, strict=True)]
     profile.state = flags
     gradients = [bool(column) for column in piece.outputs]
-    profile.outputs = [new or old for new, old in zip(gradients, profile.outputs or gradients, strict=True)]
+    profile.outputs[:] = [new or old for new, old in zip(gradients, profile.outputs or gradients, strict=True)]
     engine.note_shared(piece.stop, engine.last_output)
 
 
-def _costs(
-    engine: Engine, meter: _Meter, piece: Piece | None, before: list[Any], *, pulls: bool, keep: bool
-) -> Costs:
+def _costs(engine: Engine, meter: _Meter, piece: Piece | None, before: list[Any], *, pulls: bool, keep: bool) -> Costs:
     """The chain of steps that cost what this one did; `before` and the engine's own state are its two ends."""
-    after = [*engine.leaves, *engine.hidden.leaves()]
+    after = engine.state()
     new = [leaf for leaf in after if isinstance(leaf, torch.Tensor)]
     state = storage_bytes(new) + mark_bytes(engine.random.mark(), engine.random.start)
     outputs = [leaf for leaf in engine.last_output if isinstance(leaf, torch.Tensor)]
@@ -292,11 +289,10 @@ def _pulled(engine: Engine, meter: _Meter, piece: Piece, after: list[Any], *, ke
     with watching(meter.memory):
         grads = [_zeros_for(leaf, engine.outputs.result_shape) for leaf in engine.last_output]
         grads += [_zeros_for(leaf, None) for leaf in after]
-        engine.take_cotangents(grads)
+        pullback = engine.pullback(grads, [])
         del grads
-        engine.pull(piece, keep=keep)
+        pullback.pull(piece, keep=keep)
         peak = meter.memory.peak - before
-        engine.take_cotangents([])
     return peak, perf_counter() - began
 
 

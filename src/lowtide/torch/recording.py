@@ -1,9 +1,9 @@
 """What the runs inside a block really cost, and whether a step is being run again.
 
-    with lt.record() as receipt:
-        loss = step()
-        loss.backward()
-    print(receipt)
+with lt.record() as receipt:
+    loss = step()
+    loss.backward()
+print(receipt)
 """
 
 from __future__ import annotations

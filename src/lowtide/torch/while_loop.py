@@ -21,6 +21,7 @@ from lowtide.torch.inputs import Inputs
 from lowtide.torch.outputs import Outputs
 from lowtide.torch.probe import probe
 from lowtide.torch.stepping import Stepper
+from lowtide.torch.strays import refuse_strays
 
 # With none of the knobs: up to 1,325 steps run at most twice more, up to 23,425 three times.
 DEFAULT_CHECKPOINTS = 50
@@ -91,7 +92,7 @@ def checkpointed_while_loop(
         if bytes_ is not None and costs is not None:
             slots = costs.slots_within(bytes_)
         _, finals = function.run(engine, lambda: _actions(engine, condition, slots))
-        engine.refuse_strays()
+        refuse_strays(engine)
     except LowtideError:
         engine.restart()
         raise

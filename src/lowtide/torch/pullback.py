@@ -1,0 +1,138 @@
+"""The backward of a loop: cotangents pulled back through one piece of tape after the other.
+
+Every sum is made in the plain loop's order, so that gradients equal the plain loop's to the last bit. Autograd runs nodes
+in descending order of their making, and adds what arrives at a tensor in that order:
+
+- A captured tensor's running gradient enters each piece first, as the gradient of `p.view_as(p)`, made last.
+- An output that *is* the state (a GRU returning `(h, h)`) gets its cotangent from a stack, before the next step's
+  contributions: so it is handed in with the piece that starts there, through `c0.view_as(c0)`, made last.
+- A running sum's cotangent arrives after the next step's contributions: the engine makes a `y.view_as(y)` where the sum is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.errors import CheckpointError
+from lowtide.torch.capture import Captured, gradients
+from lowtide.torch.inputs import Inputs
+from lowtide.torch.outputs import Outputs
+from lowtide.torch.pieces import Piece, Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What a pullback has to know of its loop."""
+
+    inputs: Inputs
+    outputs: Outputs
+    captured: Captured
+    profile: Profile
+    # By step, the outputs of the step before that *are* parts of the state there: (output leaf, position).
+    shared: dict[int, list[tuple[int, int]]]
+    length: Callable[[], int]
+    names: Callable[[], list[str]]  # of the positions of a state
+
+
+class Pullback:
+    """Cotangents on their way back; `grads` are those of the outputs and of the final state, by position."""
+
+    def __init__(self, loop: Loop, grads: list[torch.Tensor | None], x_grads: list[torch.Tensor]) -> None:
+        self._loop = loop
+        self._length = loop.length()
+        count = len(loop.profile.outputs)
+        self._outputs = grads[:count]
+        self.state = grads[count:]
+        self._expected = [True] * len(self.state)  # whether the piece above took in a gradient for this position
+        self.captured: list[torch.Tensor | None] = [None] * len(loop.captured.targets)
+        self.xs = x_grads
+
+    def pull(self, piece: Piece, *, keep: bool = False) -> None:
+        """Go back through one piece and free its tape, unless it is to be kept."""
+        roots: list[Any] = []
+        cotangents: list[torch.Tensor] = []
+        self._enter_outputs(piece, roots, cotangents)
+        for position, edge in enumerate(piece.ends):
+            if edge is None:
+                continue
+            if not self._expected[position]:
+                raise CheckpointError(self._lost(piece, position))
+            cotangent = self.state[position]
+            if cotangent is not None:
+                roots.append(edge)
+                cotangents.append(cotangent)
+        targets = self._loop.captured.targets
+        with torch.enable_grad():
+            for target, total in zip(targets, self.captured, strict=True):
+                if total is not None:
+                    roots.append(target.view_as(target))
+                    cotangents.append(total)
+            self._enter_shared(piece, roots, cotangents)
+        wanted = [*targets, *(leaf for leaf in piece.starts if leaf is not None), *piece.xs]
+        grads: tuple[torch.Tensor | None, ...] = (None,) * len(wanted)
+        if roots and wanted:
+            with self._loop.captured.without_hooks():
+                grads = gradients(roots, wanted, cotangents, keep=keep)
+        self.captured = list(grads[: len(targets)])
+        rest = iter(grads[len(targets) :])
+        self.state = [None if leaf is None else next(rest) for leaf in piece.starts]
+        self._expected = [leaf is not None for leaf in piece.starts]
+        if self.xs:
+            for k in range(piece.start, piece.stop):
+                place = self._loop.inputs.place(k)
+                for buffer in self.xs:
+                    grad = next(rest)
+                    if grad is not None:
+                        buffer[place] = grad
+
+    def _enter_outputs(self, piece: Piece, roots: list[Any], cotangents: list[torch.Tensor]) -> None:
+        """Cotangents of the piece's outputs; the last leaf first, as its stack was made last."""
+        loop = self._loop
+        later = {m for m, _ in loop.shared.get(piece.stop, ())} if self._defers(piece.stop) else set()
+        for m in range(len(piece.outputs) - 1, -1, -1):
+            grad, entries = self._outputs[m], piece.outputs[m]
+            if entries and not loop.profile.outputs[m]:
+                raise CheckpointError(
+                    f"the output {loop.outputs.names[m]} has a gradient at step {entries[0][0]:,}, but at the first and "
+                    "last steps it had none; make it the same at each step"
+                )
+            if grad is None:
+                continue
+            if entries and entries[-1][0] == piece.stop - 1 and m in later:
+                entries = entries[:-1]
+            places = [loop.inputs.place(k) for k, _ in entries]
+            rows = loop.outputs.cotangents(grad, places, loop.inputs.place(self._length - 1))
+            for (_, edge), cotangent in zip(entries, rows, strict=True):
+                if cotangent is not None:
+                    roots.append(edge)
+                    cotangents.append(cotangent)
+
+    def _enter_shared(self, piece: Piece, roots: list[Any], cotangents: list[torch.Tensor]) -> None:
+        """Cotangents of outputs that are the state at the piece's start, which the piece below leaves to this one."""
+        if not self._defers(piece.start):
+            return
+        loop = self._loop
+        place = loop.inputs.place(piece.start - 1)
+        for m, position in loop.shared.get(piece.start, ()):
+            grad, leaf = self._outputs[m], piece.starts[position]
+            if grad is not None and leaf is not None:
+                for cotangent in loop.outputs.cotangents(grad, [place], loop.inputs.place(self._length - 1)):
+                    if cotangent is not None:
+                        roots.append(leaf.view_as(leaf))
+                        cotangents.append(cotangent)
+
+    def _defers(self, step: int) -> bool:
+        """Whether outputs that are the state at `step` get their cotangent from the piece above."""
+        return 0 < step < self._length and not self._loop.outputs.in_step_order
+
+    def _lost(self, piece: Piece, position: int) -> str:
+        names = self._loop.names()
+        name = names[position] if position < len(names) else f"part {position} of the state"
+        return (
+            f"{name} carries a gradient out of step {piece.stop - 1:,}, but did not at the first steps, so it would be "
+            "lost; let it depend on the same things at each step"
+        )
