@@ -97,7 +97,7 @@ def train(epochs: int, steps: int, console: Console, seed: int = 0) -> tuple[lis
             for closure, optimizer, losses in runs:
                 optimizer.zero_grad()
                 loss = closure()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
             plain, ours = (losses[-1] for _, _, losses in runs)

@@ -1,4 +1,4 @@
-"""Step functions of the kinds that people train, each made fresh from a seed, and the plain Python loop they are held to."""
+"""Step functions of the kinds that people train, made fresh from a seed, and the plain Python loop they are held to."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _deep(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
 
 
 def _dropped(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
-    """Snapshots hold the random generator's state too: 5 KB, so the state is not made so small that it is all there is."""
+    """Snapshots hold the random generator's state too: 5 KB, so the state is not so small that it is all there is."""
     width, batch = width + 40, batch + 20
     w = torch.randn(width, width, requires_grad=True)
     drop = nn.Dropout(0.5)

@@ -90,7 +90,8 @@ class _Late(nn.Module):
         self.seen["trace"][0] = trace
         self.seen["k"] += 1
         self.last = trace * 2
-        return torch.tanh(trace) * self.seen["k"]
+        out: torch.Tensor = torch.tanh(trace) * self.seen["k"]
+        return out
 
 
 @pytest.mark.parametrize("options", KNOBS, ids=str)
@@ -156,6 +157,7 @@ def test_hidden_state_is_differentiable_at_both_ends() -> None:
         first = loop(net, torch.randn(8, 2, 3), **options)
         second = loop(net, torch.randn(9, 2, 3), **options)
         state = net[1].g
+        assert isinstance(state, torch.Tensor)
         return [first, second, state, *torch.autograd.grad(second.sum() + state.pow(2).sum(), list(net.parameters()))]
 
     expected = run(lt.for_loop)
@@ -215,8 +217,7 @@ def test_a_step_that_raises_leaves_the_state_where_the_plain_loop_does() -> None
     nets = [Boom(), Boom()]
     xs = torch.randn(10, 3)
     with pytest.raises(KeyError, match="boom"):
-        for x in xs:
-            nets[0](x)
+        torch.stack([nets[0](x) for x in xs])
     with pytest.raises(KeyError, match="boom"):
         lt.checkpointed_for_loop(nets[1], xs, base=2)
     assert same_bits(nets[0].v, nets[1].v)
@@ -291,10 +292,11 @@ def test_variables_of_a_closure_and_attributes_of_plain_objects() -> None:
         return step
 
     xs = torch.randn(12, 3)
+    loops: list[tuple[Any, dict[str, Any]]] = [(lt.for_loop, {}), (lt.checkpointed_for_loop, {"checkpoints": 2})]
     for make in (lambda: Cell().step, closure):
         outcomes = []
-        for loop, options in ((lt.for_loop, {}), (lt.checkpointed_for_loop, {"checkpoints": 2})):
-            ys = loop(make(), xs, **options)  # type: ignore[operator]  # one signature
+        for loop, options in loops:
+            ys = loop(make(), xs, **options)
             outcomes.append((ys, *torch.autograd.grad(ys.pow(2).sum(), w)))
         assert all(same_bits(a, b) for a, b in zip(*outcomes, strict=True))
     cell = Cell()

@@ -78,8 +78,8 @@ def test_nested_values_go_in_and_come_out(options: dict[str, Any]) -> None:
         None,
         Point(torch.zeros(2, 3), torch.ones(2, 3, requires_grad=True)),
     )
-    leaves = [w, xs["a"]]
     assert isinstance(xs["a"], torch.Tensor)
+    leaves = [w, xs["a"]]
     rows = xs["a"].unbind(0)
     _check(step, init, xs, leaves, 11, lambda k: {"a": rows[k], "b": (torch.tensor(k), None)}, **options)
 
@@ -180,8 +180,9 @@ def test_a_fold_of_ones_own() -> None:
         h = torch.tanh(h * w + x)
         total, count = fold((total, count), h)
     expected = torch.autograd.grad(total, w)[0]
-    for loop, options in [(lt.scan, {}), *[(lt.checkpointed_scan, knob) for knob in KNOBS]]:
-        carry, (found, n) = loop(  # type: ignore[operator]  # loops of one signature
+    loops: list[tuple[Any, dict[str, Any]]] = [(lt.scan, {}), *[(lt.checkpointed_scan, knob) for knob in KNOBS]]
+    for loop, options in loops:
+        carry, (found, n) = loop(
             lambda h, x: (torch.tanh(h * w + x),) * 2,
             torch.zeros(3),
             xs,
@@ -291,7 +292,7 @@ def test_hooks_fire_once() -> None:
     fired: list[str] = []
     w.register_hook(lambda g: fired.append("parameter"))
     w.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
-    product = w
+    product: torch.Tensor = w
 
     def fresh() -> None:
         nonlocal product
@@ -404,9 +405,10 @@ def test_several_threads_at_once() -> None:
         cell = nn.Sequential(nn.Linear(4, 4), lt.spiking.LIF(3.0))
         xs = torch.randn(40, 2, 4, generator=generator)
         outcomes = []
-        for loop, options in ((lt.for_loop, {}), (lt.checkpointed_for_loop, {"checkpoints": 3})):
+        loops: list[tuple[Any, dict[str, Any]]] = [(lt.for_loop, {}), (lt.checkpointed_for_loop, {"checkpoints": 3})]
+        for loop, options in loops:
             lt.spiking.reset(cell)
-            ys = loop(lambda x: torch.tanh(cell(x) @ w), xs, **options)  # type: ignore[operator]  # one signature
+            ys = loop(lambda x: torch.tanh(cell(x) @ w), xs, **options)
             outcomes.append((ys, *torch.autograd.grad(ys.sum(), [w, *cell.parameters()])))
         results[seed] = all(same_bits(a, b) for a, b in zip(*outcomes, strict=True))
 
@@ -422,8 +424,9 @@ def test_a_tensor_used_outside_too_agrees_to_a_rounding() -> None:
     w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     xs = torch.randn(30, 2, 4, dtype=torch.float64)
     losses = []
-    for loop, options in ((lt.scan, {}), (lt.checkpointed_scan, {"base": 5})):
-        _, ys = loop(lambda h, x: (torch.tanh(h @ w + x),) * 2, torch.zeros(2, 4).double(), xs, **options)  # type: ignore[operator]
+    loops: list[tuple[Any, dict[str, Any]]] = [(lt.scan, {}), (lt.checkpointed_scan, {"base": 5})]
+    for loop, options in loops:
+        _, ys = loop(lambda h, x: (torch.tanh(h @ w + x),) * 2, torch.zeros(2, 4).double(), xs, **options)
         losses.append(torch.autograd.grad(ys.sum() + (w**2).sum(), w)[0])
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-14, atol=1e-14)
 

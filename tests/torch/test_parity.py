@@ -49,7 +49,7 @@ def test_all_losses_of_the_tutorial_agree(brainpy: Arrays, record_property: Call
     for _ in range(EPOCHS):
         optimizer.zero_grad()
         loss = lowtide_loss(net, spikes, labels, base=20)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     expected = brainpy["losses"]

@@ -1,4 +1,4 @@
-"""With Lowtide and without it: the same gradients? At what cost?"""
+"""With Lowtide and without it: are the gradients the same, and at what cost."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Comparison:
 def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:
     """Run `fn(*args, **kwargs)` and its backward twice, with Lowtide's loops as plain loops and as they are.
 
-    `fn` returns a loss, or anything with tensors in it, which are summed. Gradients are compared for every tensor that needs
-    one and that the result depends on. Random generators and the state of modules are put back after each run.
+    `fn` returns a loss, or anything with tensors in it, which are summed. Gradients are compared for every tensor that
+    needs one and that the result depends on. Random generators and the state of modules are put back after each run.
     """
     modules = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, nn.Module)]
     hidden, random = Hidden((fn, *modules)), Randomness(())

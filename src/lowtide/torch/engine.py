@@ -1,8 +1,8 @@
 """Plays a plan's actions on tensors.
 
-The forward pass is the plan's first sweep, up to its first Backward: steps run without grad, planned snapshots are kept,
-the last stretch is taped and waits. The backward plays the rest, and `pullback` takes the gradients through each tape.
-No per-step graph survives, so a step costs its own time. `function` makes it one node of the user's graph.
+The forward pass is the plan's first sweep, up to its first Backward: steps run without grad, planned snapshots are
+kept, the last stretch is taped and waits. The backward plays the rest, and `pullback` takes the gradients through
+each tape. No per-step graph survives, so a step costs its own time. `function` makes it one node of the user's graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowtide.torch.inputs import Inputs
 from lowtide.torch.outputs import Outputs
 from lowtide.torch.pieces import Piece, Profile, Snapshot, edges_of, has_gradient, is_differentiable
 from lowtide.torch.progress import Progress
-from lowtide.torch.pullback import Loop, Pullback
+from lowtide.torch.pullback import LoopParts, Pullback
 from lowtide.torch.repeats import Repeats
 from lowtide.torch.stepping import Stepper
 from lowtide.torch.walk import Walk, nodes_of
@@ -61,7 +61,7 @@ class Engine:
         self.plan_actions: Callable[[], Iterator[Action]] = _no_plan
         self._repeats = Repeats(always=check_rerun is True, never=check_rerun is None)
         self._walk = Walk(self, always=check_rerun is True)
-        self._loop = Loop(
+        self._loop = LoopParts(
             inputs, outputs, self.captured, self.profile, {}, lambda: self.length, lambda: self._position_names()
         )
 

@@ -17,7 +17,7 @@ def run(engine: Engine, actions: Callable[[], Iterator[Action]]) -> tuple[list[A
     engine.plan_actions = actions
     tensors = [*engine.start_tensors(), *engine.inputs.differentiable, *engine.captured.tensors]
     box: list[Any] = []
-    results = iter(_Loop.apply(engine, box, *tensors))
+    results = iter(_Loop.apply(engine, box, *tensors))  # type: ignore[no-untyped-call]  # torch's own
     merged = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in box]
     count = len(engine.profile.outputs)
     return merged[:count], merged[count:]
@@ -57,8 +57,8 @@ def _differentiable(
     """The plain loop run again from `tensors`, with a graph through which gradients can be differentiated."""
     with recording.recomputing():
         captured = engine.captured
-        # Fresh nodes for everything that is given, so that nothing runs on into how it was made; for what is captured only
-        # where one tensor was made from another, because then each function call has to be watched.
+        # Fresh nodes for everything that is given, so that nothing runs on into how it was made; for what is captured
+        # only where one tensor was made from another, because then each function call has to be watched.
         given = [tensor.view_as(tensor) for tensor in tensors[: len(tensors) - len(captured.tensors)]]
         swaps = {id(tensor): tensor.view_as(tensor) for tensor in captured.tensors} if captured.dependent else {}
         wanted = [*given, *(swaps.get(id(tensor), tensor) for tensor in captured.tensors)]

@@ -62,7 +62,7 @@ class _Record:
         self.versions = _versions(self.leaves)
         # What a closure holds may be a whole data set: it is never copied, and changing it in place is refused.
         self.copies = [_copied(leaf) for leaf in self.leaves] if in_module else self.leaves
-        # Tensors with a history of their own: where it ends, and a tensor that has it even if the step changes this one.
+        # Tensors with a history: where it ends, and a tensor that still has it when the step has changed this one.
         self.origins = [
             (edge_of(leaf).node, leaf.view_as(leaf) if leaf is copy else leaf.clone())
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)

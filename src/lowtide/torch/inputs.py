@@ -107,7 +107,7 @@ class Inputs:
         """The items of one source for steps [low, high); tensors are split in one go, which is cheap."""
         first, last = self.place(low), self.place(high - 1)
         if not isinstance(source, Steps):
-            items = source[min(first, last) : max(first, last) + 1].unbind(0)
+            items: tuple[torch.Tensor, ...] = source[min(first, last) : max(first, last) + 1].unbind(0)
             return items if first <= last else reversed(items)
         return (
             self._item(source, place)
@@ -119,7 +119,8 @@ class Inputs:
         for leaf in leaves_of(item):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise InputError(
-                    f"item {place:,} of Steps needs a gradient, which cannot reach it; give a stacked tensor as xs, or detach"
+                    f"item {place:,} of Steps needs a gradient, which cannot reach it; give a stacked tensor as xs, "
+                    "or detach the items"
                 )
         return item
 

@@ -1,7 +1,7 @@
 """Loops over steps: plain ones that keep every tape, and checkpointed ones that keep what a plan says.
 
-`scan` and `for_loop` are ordinary Python loops. `checkpointed_scan` and `checkpointed_for_loop` give the same results and
-gradients within a budget: the first steps are probed, a plan is chosen, and the engine plays it. Without grad, a
+`scan` and `for_loop` are ordinary Python loops. `checkpointed_scan` and `checkpointed_for_loop` give the same results
+and gradients within a budget: the first steps are probed, a plan is chosen, and the engine plays it. Without grad, a
 checkpointed loop is a plain one that keeps no tapes.
 """
 
@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from lowtide.chain import Chain, StepCost
 from lowtide.checks import whole_number
-from lowtide.errors import FunctionError, InputError, LowtideError
+from lowtide.errors import InputError, LowtideError
 from lowtide.plan import Plan
-from lowtide.planners.choose import choose
 from lowtide.sizes import parse_budget
 from lowtide.torch import function, recording
 from lowtide.torch.ambient import Ambient, Randomness
@@ -26,114 +24,16 @@ from lowtide.torch.compiling import use_compiled
 from lowtide.torch.engine import Engine
 from lowtide.torch.hidden import Hidden
 from lowtide.torch.inputs import Inputs
-from lowtide.torch.outputs import Outputs, outputs_for
+from lowtide.torch.knob import Knob
+from lowtide.torch.loop import Loop, Reduce
+from lowtide.torch.outputs import Outputs
 from lowtide.torch.probe import Costs, probe
 from lowtide.torch.progress import progress
 from lowtide.torch.stepping import StepFunction, Stepper
 from lowtide.torch.strays import refuse_strays
 from lowtide.torch.trees import form_of
 
-Reduce = str | tuple[Any, Callable[[Any, Any], Any]] | None
 Contexts = Iterable[Callable[[], AbstractContextManager[Any]]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Knob:
-    """The one knob that was turned."""
-
-    base: int | None
-    checkpoints: int | None
-    budget: int | str | None
-    plan: Plan | None
-
-    def __post_init__(self) -> None:
-        given = {"base": self.base, "checkpoints": self.checkpoints, "budget": self.budget, "plan": self.plan}
-        turned = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-        if len(turned) > 1:
-            raise InputError(f"{' and '.join(turned)} are two knobs; give one of {', '.join(given)}, or none")
-        if self.plan is not None and not isinstance(self.plan, Plan):
-            raise InputError(f"plan={self.plan!r} is a {type(self.plan).__name__}; give what plan_scan returned")
-        if self.base is not None:
-            whole_number(self.base, "base", least=1)
-        if self.checkpoints is not None:
-            whole_number(self.checkpoints, "checkpoints", least=1)
-        if self.budget is not None:
-            parse_budget(self.budget, 2**40)
-
-    def needs_costs(self) -> bool:
-        """Whether the plan depends on what a step costs."""
-        return self.base is None and self.checkpoints is None and self.plan is None
-
-    def choose(self, costs: Costs | None, length: int) -> Plan:
-        """The plan for `length` steps."""
-        if self.plan is not None:
-            if len(self.plan.chain) != length:
-                raise InputError(f"the plan is for {len(self.plan.chain):,} steps, the loop has {length:,}; plan again")
-            return self.plan
-        if self.budget is not None and costs is not None:
-            return costs.within(parse_budget(self.budget, costs.chain.plain_tape))
-        chain = Chain.equal(StepCost(1, 1), length) if costs is None else costs.chain
-        return choose(chain, base=self.base, checkpoints=self.checkpoints)
-
-    def keeps_first_tape(self, length: int) -> bool:
-        """Whether the plan may begin by taping, as far as can be said before the costs are known."""
-        if self.plan is not None:
-            return self.plan.bill.plain_runs == 0
-        if self.base is not None:
-            return self.base >= length
-        return length <= (2 if self.checkpoints is None else 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Loop:
-    """A loop in one form for all of the functions below: `f(carry, x) -> (carry, y)`."""
-
-    target: Callable[..., Any]  # what the user gave: where hidden state is looked for, and what is compiled
-    has_carry: bool
-    init: Any
-    inputs: Inputs
-    reduce: Reduce
-
-    def __post_init__(self) -> None:
-        if not callable(self.target):
-            kind = type(self.target).__name__
-            raise FunctionError(f"f={self.target!r} is a {kind}, which cannot be called; give the step's function")
-
-    def outputs(self) -> Outputs:
-        """Where the steps' outputs go; with a fold of the user's own there are none."""
-        return outputs_for(None if self.folds else self.reduce, self.inputs.length)
-
-    def begin(self) -> Any:
-        """The carry before the first step."""
-        return (self.init, self.reduce[0]) if self.folds else self.init  # type: ignore[index]  # then it is a pair
-
-    def step(self, target: Callable[..., Any]) -> StepFunction:
-        """The step that calls `target`; a fold of the user's own is part of it."""
-        f = target if self.has_carry else lambda _, x: (None, target(*x))
-        if not self.folds:
-            return f
-        fold: Callable[[Any, Any], Any] = self.reduce[1]  # type: ignore[index, assignment]  # then it is a pair
-
-        def folding(carry: Any, x: Any) -> tuple[Any, None]:
-            result = f(carry[0], x)
-            if not isinstance(result, tuple | list) or len(result) != 2:
-                return result  # type: ignore[no-any-return]  # the stepper says what is wrong with it
-            return (result[0], fold(carry[1], result[1])), None
-
-        return folding
-
-    def result(self, carry: Any, ys: Any) -> tuple[Any, Any]:
-        """Final carry and outputs as the user gets them."""
-        return (carry[0], carry[1]) if self.folds else (carry, ys)
-
-    @property
-    def folds(self) -> bool:
-        """Whether there is a fold of the user's own."""
-        if not isinstance(self.reduce, tuple | list):
-            return False
-        if len(self.reduce) != 2 or not callable(self.reduce[1]):
-            raise InputError("reduce=(init, fold) takes an initial value and a function fold(acc, y) -> acc")
-        return True
 
 
 def scan(
@@ -160,7 +60,7 @@ def scan(
         reduce: "mean", "sum", "last" or (init, fold): what to make of the outputs instead of a stack.
     """
     whole_number(unroll, "unroll", least=1)
-    loop = _Loop(f, True, init, Inputs(xs, length, reverse), reduce)
+    loop = Loop(f, True, init, Inputs(xs, length, reverse), reduce)
     return _plain(loop, pbar)
 
 
@@ -218,19 +118,19 @@ def checkpointed_scan(
         unroll: as in `scan`.
         pbar: as in `scan`; it moves once for each step forward and once backward, never for reruns.
         reduce: as in `scan`.
-        check_rerun: reruns are compared with first runs where snapshots were taken; True does it at every step, None not
-            at all (for kernels that do not repeat to the last bit).
+        check_rerun: reruns are compared with first runs where snapshots were taken; True does it at every step, None
+            not at all (for kernels that do not repeat to the last bit).
         compile: run the step through `torch.compile`, in first runs and reruns alike.
         generators: `torch.Generator`s that the step draws from; those it uses at the first step are found.
         contexts: functions that make context managers to be entered for reruns, such as `lambda: sdpa_kernel(...)`.
-        captures: tensors that the step closes over and that are not found, because later steps are the first to use them.
+        captures: tensors that the step closes over but that the first step does not show.
         hidden: names of module attributes to carry though the first steps do not change them.
-        advance_with_grad: run steps with grad even where no tape is kept, for steps that pick other kernels without it; a
-            first step that differentiates something or registers a hook turns this on by itself.
+        advance_with_grad: run steps with grad even where no tape is kept, for steps that pick other kernels without
+            it; a first step that differentiates something or registers a hook turns this on by itself.
     """
     whole_number(unroll, "unroll", least=1)
-    knob = _Knob(base, checkpoints, budget, plan)
-    loop = _Loop(f, True, init, Inputs(xs, length, reverse), reduce)
+    knob = Knob(base, checkpoints, budget, plan)
+    loop = Loop(f, True, init, Inputs(xs, length, reverse), reduce)
     extras = _Extras(check_rerun, compile, tuple(generators), tuple(contexts), tuple(captures), tuple(hidden))
     return _checkpointed(loop, knob, extras, pbar, advance_with_grad)
 
@@ -255,11 +155,12 @@ def checkpointed_for_loop(
     hidden: Iterable[str] = (),
     advance_with_grad: bool = False,
 ) -> Any:
-    """`for_loop` in bounded memory: `f(*x)` may be a stateful module as it is. The arguments are those of
-    `checkpointed_scan`.
+    """`for_loop` in bounded memory; `f(*x)` may be a stateful module as it is.
+
+    The arguments are those of `checkpointed_scan`.
     """
     whole_number(unroll, "unroll", least=1)
-    knob = _Knob(base, checkpoints, budget, plan)
+    knob = Knob(base, checkpoints, budget, plan)
     extras = _Extras(check_rerun, compile, tuple(generators), tuple(contexts), tuple(captures), tuple(hidden))
     return _checkpointed(_without_carry(f, xs, length, reverse, reduce), knob, extras, pbar, advance_with_grad)[1]
 
@@ -278,8 +179,8 @@ def plan_scan(
     hidden: Iterable[str] = (),
 ) -> Plan:
     """The plan that `checkpointed_scan` would follow. Runs the first steps to measure them and leaves no trace."""
-    knob = _Knob(base, checkpoints, budget, None)
-    return _planned(_Loop(f, True, init, Inputs(xs, length, reverse), reduce), knob, tuple(hidden))
+    knob = Knob(base, checkpoints, budget, None)
+    return _planned(Loop(f, True, init, Inputs(xs, length, reverse), reduce), knob, tuple(hidden))
 
 
 def plan_for_loop(
@@ -294,7 +195,7 @@ def plan_for_loop(
     hidden: Iterable[str] = (),
 ) -> Plan:
     """The plan that `checkpointed_for_loop` would follow. Runs the first steps to measure them and leaves no trace."""
-    knob = _Knob(base, checkpoints, budget, None)
+    knob = Knob(base, checkpoints, budget, None)
     return _planned(_without_carry(f, xs, length, reverse, reduce), knob, tuple(hidden))
 
 
@@ -310,11 +211,11 @@ class _Extras:
 
 def _without_carry(
     f: Callable[..., Any], xs: tuple[Any, ...], length: int | None, reverse: bool, reduce: Reduce
-) -> _Loop:
-    return _Loop(f, False, None, Inputs(xs, length, reverse), reduce)
+) -> Loop:
+    return Loop(f, False, None, Inputs(xs, length, reverse), reduce)
 
 
-def _plain(loop: _Loop, pbar: Any) -> tuple[Any, Any]:
+def _plain(loop: Loop, pbar: Any) -> tuple[Any, Any]:
     """Every step in turn; with grad its graph is kept, without there is none."""
     outputs = loop.outputs()
     stepper = Stepper(loop.step(loop.target), loop.begin())
@@ -335,9 +236,9 @@ def _plain(loop: _Loop, pbar: Any) -> tuple[Any, Any]:
     return loop.result(carry, outputs.finish(outputs.graphed() if keep else outputs.results()))
 
 
-def _nothing(loop: _Loop, stepper: Stepper, outputs: Outputs) -> Any:
+def _nothing(loop: Loop, stepper: Stepper, outputs: Outputs) -> Any:
     """The outputs of no steps: shapes come from running one on zeros and undoing it."""
-    if isinstance(loop.reduce, tuple | list):
+    if loop.fold is not None:
         return None
     if loop.reduce in ("mean", "last"):
         raise InputError(f'reduce="{loop.reduce}" of no steps has no value; give at least one step')
@@ -350,7 +251,7 @@ def _nothing(loop: _Loop, stepper: Stepper, outputs: Outputs) -> Any:
         hidden.undo()
         random.restore(random.start)
     leaves = outputs.leaves(0, y)
-    empty = [
+    empty: list[Any] = [
         (torch.zeros_like(leaf) if loop.reduce == "sum" else leaf.new_empty((0, *leaf.shape)))
         if isinstance(leaf, torch.Tensor)
         else []
@@ -359,12 +260,12 @@ def _nothing(loop: _Loop, stepper: Stepper, outputs: Outputs) -> Any:
     return form_of(y).unflatten(empty)
 
 
-def _engine(loop: _Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) -> Engine:
+def _engine(loop: Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) -> Engine:
     return Engine(
         Stepper(loop.step(loop.target), loop.begin()),
         loop.inputs,
         loop.outputs(),
-        Hidden((loop.target, loop.reduce), extras.hidden),
+        Hidden((loop.target, *(loop.fold or ())), extras.hidden),
         Randomness(extras.generators),
         Ambient(extras.contexts),
         progress=progress(pbar, loop.inputs.length, with_backward=True),
@@ -373,7 +274,7 @@ def _engine(loop: _Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) ->
     )
 
 
-def _checkpointed(loop: _Loop, knob: _Knob, extras: _Extras, pbar: Any, advance_with_grad: bool) -> tuple[Any, Any]:
+def _checkpointed(loop: Loop, knob: Knob, extras: _Extras, pbar: Any, advance_with_grad: bool) -> tuple[Any, Any]:
     if not torch.is_grad_enabled() or loop.inputs.length == 0 or recording.runs_plainly():
         return _plain(loop, pbar)
     engine = _engine(loop, extras, pbar, advance_with_grad)
@@ -393,7 +294,7 @@ def _checkpointed(loop: _Loop, knob: _Knob, extras: _Extras, pbar: Any, advance_
     return loop.result(engine.stepper.form.unflatten(finals[:count]), engine.outputs.finish(results))
 
 
-def _probe(engine: Engine, knob: _Knob, extras: _Extras) -> Costs | None:
+def _probe(engine: Engine, knob: Knob, extras: _Extras) -> Costs | None:
     budget = None
     if knob.budget is not None:
         budget = parse_budget(knob.budget, 2**60)  # a share of all tapes keeps the first one for now
@@ -407,7 +308,7 @@ def _probe(engine: Engine, knob: _Knob, extras: _Extras) -> Costs | None:
     )
 
 
-def _compile(engine: Engine, loop: _Loop, knob: _Knob, extras: _Extras) -> Plan:
+def _compile(engine: Engine, loop: Loop, knob: Knob, extras: _Extras) -> Plan:
     """Probe the step as it is, undo that, and let the compiled step run from the start."""
     if knob.budget is not None:
         raise InputError(
@@ -423,7 +324,7 @@ def _compile(engine: Engine, loop: _Loop, knob: _Knob, extras: _Extras) -> Plan:
     return plan
 
 
-def _planned(loop: _Loop, knob: _Knob, hidden: tuple[str, ...]) -> Plan:
+def _planned(loop: Loop, knob: Knob, hidden: tuple[str, ...]) -> Plan:
     extras = _Extras(hidden=hidden)
     if loop.inputs.length == 0:
         raise InputError("a loop of no steps needs no plan")

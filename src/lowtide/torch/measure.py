@@ -5,8 +5,9 @@
     print(memory.peak, memory.now)
 
 On the CPU every storage made inside is followed until it dies, through a dispatch mode that sees each operation's
-results, in the backward too; scratch space that a kernel allocates and frees inside itself is not seen, nor are sparse
-tensors, compiled code and other threads. Where there is a GPU, its allocator's own statistics are added. What existed before does not count, nor what dies of it.
+results, in the backward too. Not seen are scratch space that a kernel allocates and frees inside itself, sparse
+tensors, compiled code and other threads. Where there is a GPU, its allocator's own statistics are added. What
+existed before does not count, nor what dies of it.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class _Gpu:
 
 class _Watching(TorchDispatchMode):
     def __init__(self, memory: Memory) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._memory = memory
 
     def __torch_dispatch__(

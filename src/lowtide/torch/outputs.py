@@ -1,8 +1,8 @@
 """What a loop makes of its steps' outputs: a stack, or with `reduce` something that does not grow with the length.
 
-`reduce="sum"` is `acc = acc + y` in step order, beginning with 0, "mean" is that divided once by the number of steps, "last" the last
-step's output. (A fold of the user's own is part of the state, because its gradient may need its value; `loops`
-makes it so.) What the engine needs to know of each: where a step's output goes, and which cotangent comes back to it.
+`reduce="sum"` is `acc = acc + y` in step order, beginning with 0, "mean" is that divided once by the number of steps,
+"last" the last step's output. (A fold of the user's own is part of the state, because its gradient may need its value;
+`loop` makes it so.) What the engine needs to know of each: where a step's output goes, and which cotangent comes back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Outputs:
     Leaves that are not tensors are kept in a list.
     """
 
-    # Whether a step's output is used where it is made, in step order (a running sum), or after the whole loop (a stack).
+    # Whether a step's output is used where it is made (a running sum), or after the whole loop (a stack).
     in_step_order = False
 
     def __init__(self, length: int) -> None:

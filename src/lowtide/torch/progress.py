@@ -33,8 +33,10 @@ class _Tqdm:
 
 
 def progress(pbar: Any, length: int, *, with_backward: bool) -> Progress | None:
-    """The bar that `pbar` asks for: None or False for none, True for a tqdm bar, a whole number for one that is drawn
-    every so many steps, a string for one with that label, or an object with `update(n)`, which is used as it is.
+    """The bar that `pbar` asks for.
+
+    None or False for none, True for a tqdm bar, a whole number for one that is drawn every so many steps, a string for
+    one with that label, or an object with `update(n)`, which is used as it is.
     """
     if pbar is None or pbar is False:
         return None

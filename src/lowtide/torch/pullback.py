@@ -1,12 +1,13 @@
 """The backward of a loop: cotangents pulled back through one piece of tape after the other.
 
-Every sum is made in the plain loop's order, so that gradients equal the plain loop's to the last bit. Autograd runs nodes
-in descending order of their making, and adds what arrives at a tensor in that order:
+Every sum is made in the plain loop's order, so that gradients equal the plain loop's to the last bit. Autograd runs
+nodes in descending order of their making, and adds what arrives at a tensor in that order:
 
 - A captured tensor's running gradient enters each piece first, as the gradient of `p.view_as(p)`, made last.
 - An output that *is* the state (a GRU returning `(h, h)`) gets its cotangent from a stack, before the next step's
   contributions: so it is handed in with the piece that starts there, through `c0.view_as(c0)`, made last.
-- A running sum's cotangent arrives after the next step's contributions: the engine makes a `y.view_as(y)` where the sum is.
+- A running sum's cotangent arrives after the next step's contributions: the engine makes a `y.view_as(y)` where the
+  sum is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lowtide.torch.pieces import Piece, Profile
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class LoopParts:
     """What a pullback has to know of its loop."""
 
     inputs: Inputs
@@ -41,7 +42,7 @@ class Loop:
 class Pullback:
     """Cotangents on their way back; `grads` are those of the outputs and of the final state, by position."""
 
-    def __init__(self, loop: Loop, grads: list[torch.Tensor | None], x_grads: list[torch.Tensor]) -> None:
+    def __init__(self, loop: LoopParts, grads: list[torch.Tensor | None], x_grads: list[torch.Tensor]) -> None:
         self._loop = loop
         self._length = loop.length()
         count = len(loop.profile.outputs)
@@ -97,8 +98,8 @@ class Pullback:
             grad, entries = self._outputs[m], piece.outputs[m]
             if entries and not loop.profile.outputs[m]:
                 raise CheckpointError(
-                    f"the output {loop.outputs.names[m]} has a gradient at step {entries[0][0]:,}, but at the first and "
-                    "last steps it had none; make it the same at each step"
+                    f"the output {loop.outputs.names[m]} has a gradient at step {entries[0][0]:,}, but at the first "
+                    "and last steps it had none; make it the same at each step"
                 )
             if grad is None:
                 continue
@@ -112,7 +113,7 @@ class Pullback:
                     cotangents.append(cotangent)
 
     def _enter_shared(self, piece: Piece, roots: list[Any], cotangents: list[torch.Tensor]) -> None:
-        """Cotangents of outputs that are the state at the piece's start, which the piece below leaves to this one."""
+        """Cotangents of outputs that are the state at the piece's start; the piece below leaves them to this one."""
         if not self._defers(piece.start):
             return
         loop = self._loop

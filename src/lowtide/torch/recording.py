@@ -69,7 +69,7 @@ def record(*, memory: bool = True) -> Iterator[Recording]:
     Runs are those of all threads, because a backward may run in another one than its forward.
 
     Args:
-        memory: follow every tensor that this thread makes inside. It slows operations down; leave it off to time something.
+        memory: follow every tensor that this thread makes inside. It slows operations down: not for timing.
     """
     recording = Recording()
     _open.append(recording)

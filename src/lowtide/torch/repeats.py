@@ -1,4 +1,4 @@
-"""Whether reruns repeat: checksums of states and outputs, taken when steps first run and compared when they run again."""
+"""Whether reruns repeat: checksums of states and outputs, taken in first runs and compared in reruns."""
 
 from __future__ import annotations
 

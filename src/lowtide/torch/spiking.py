@@ -1,8 +1,8 @@
 """Spiking neurons and surrogate gradients, small enough to read: LIF, Expon, and the spike functions.
 
-The neurons are modules that keep their state in an attribute, as most spiking libraries do, so that a network of them is
-a step function: `checkpointed_for_loop(net, spikes)`. Call `reset(net)` before a new sequence. The equations are those of
-brainpy's `LIF` (soft reset) and `Expon`, with which they agree in float64.
+The neurons are modules that keep their state in an attribute, as most spiking libraries do, so that a network of them
+is a step function: `checkpointed_for_loop(net, spikes)`. Call `reset(net)` before a new sequence. The equations are
+those of brainpy's `LIF` (soft reset) and `Expon`, with which they agree in float64.
 
 A spike function gives 1 where x >= 0 and 0 elsewhere; the backward uses a surrogate of the derivative instead.
 """
@@ -40,7 +40,7 @@ class Surrogate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The spikes."""
-        spikes: torch.Tensor = _Spike.apply(x, self)
+        spikes: torch.Tensor = _Spike.apply(x, self)  # type: ignore[no-untyped-call]  # torch's own
         return spikes
 
 

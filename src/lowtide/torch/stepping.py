@@ -81,6 +81,6 @@ class Stepper:
                 was = "no tensor" if like is None else f"{tuple(like[0])} {like[1]} on {like[2]}"
                 where = f" on {leaf.device}" if isinstance(leaf, torch.Tensor) else ""
                 raise InputError(
-                    f"step {k:,} returned {name} as {described(leaf)}{where}, it got {was}; return the same shape, dtype "
-                    "and device, or give an init that has them"
+                    f"step {k:,} returned {name} as {described(leaf)}{where}, it got {was}; return the same shape, "
+                    "dtype and device, or give an init that has them"
                 )

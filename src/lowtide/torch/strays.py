@@ -1,4 +1,4 @@
-"""After the first sweep: has anything changed that reruns would not see?"""
+"""After the first sweep: what has changed that reruns would not see."""
 
 from __future__ import annotations
 

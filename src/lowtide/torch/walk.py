@@ -52,8 +52,8 @@ class Walk:
             variable = getattr(node, "variable", None)
             what = "computed before the loop" if variable is None else f"of shape {tuple(variable.shape)}"
             raise CheckpointError(
-                f"step {k:,} uses a tensor {what} ({node.name()}) that the first step did not touch, so its gradient would "
-                "be lost; use it in the first step too, or name it: captures=(tensor,)"
+                f"step {k:,} uses a tensor {what} ({node.name()}) that the first step did not touch, so its gradient "
+                "would be lost; use it in the first step too, or name it: captures=(tensor,)"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,8 +143,7 @@ def _actions(engine: Engine, condition: _Condition, slots: int) -> Iterator[Acti
             if not goes_on:
                 ended = True
                 engine.length = action.stop
-                again = Chain.equal(StepCost(1, 1), action.stop)
-                engine.plan_actions = lambda: Online(slots).actions(again)
+                engine.plan_actions = partial(Online(slots).actions, Chain.equal(StepCost(1, 1), action.stop))
         try:
             action = generator.send(goes_on)
         except StopIteration:

@@ -1,0 +1,60 @@
+"""The one knob that says how much memory a loop may take, and the plan that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.chain import Chain, StepCost
+from lowtide.checks import whole_number
+from lowtide.errors import InputError
+from lowtide.plan import Plan
+from lowtide.planners.choose import choose
+from lowtide.sizes import parse_budget
+from lowtide.torch.probe import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """The one knob that was turned."""
+
+    base: int | None
+    checkpoints: int | None
+    budget: int | str | None
+    plan: Plan | None
+
+    def __post_init__(self) -> None:
+        given = {"base": self.base, "checkpoints": self.checkpoints, "budget": self.budget, "plan": self.plan}
+        turned = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        if len(turned) > 1:
+            raise InputError(f"{' and '.join(turned)} are two knobs; give one of {', '.join(given)}, or none")
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise InputError(f"plan={self.plan!r} is a {type(self.plan).__name__}; give what plan_scan returned")
+        if self.base is not None:
+            whole_number(self.base, "base", least=1)
+        if self.checkpoints is not None:
+            whole_number(self.checkpoints, "checkpoints", least=1)
+        if self.budget is not None:
+            parse_budget(self.budget, 2**40)
+
+    def needs_costs(self) -> bool:
+        """Whether the plan depends on what a step costs."""
+        return self.base is None and self.checkpoints is None and self.plan is None
+
+    def choose(self, costs: Costs | None, length: int) -> Plan:
+        """The plan for `length` steps."""
+        if self.plan is not None:
+            if len(self.plan.chain) != length:
+                raise InputError(f"the plan is for {len(self.plan.chain):,} steps, the loop has {length:,}; plan again")
+            return self.plan
+        if self.budget is not None and costs is not None:
+            return costs.within(parse_budget(self.budget, costs.chain.plain_tape))
+        chain = Chain.equal(StepCost(1, 1), length) if costs is None else costs.chain
+        return choose(chain, base=self.base, checkpoints=self.checkpoints)
+
+    def keeps_first_tape(self, length: int) -> bool:
+        """Whether the plan may begin by taping, as far as can be said before the costs are known."""
+        if self.plan is not None:
+            return self.plan.bill.plain_runs == 0
+        if self.base is not None:
+            return self.base >= length
+        return length <= (2 if self.checkpoints is None else 1)
