@@ -14,6 +14,7 @@ help:  ## Show this list
 
 demo: $(INSTALLED)  ## Show what Lowtide does; writes demo-output/
 	$(BIN)/lowtide demo
+	$(BIN)/python examples/spiking_rollout.py
 
 test: lint types  ## Lint, types and the tests, within minutes
 	$(PYTEST) -m "not slow" --cov=lowtide --cov-report=term --cov-fail-under=100
@@ -32,16 +33,18 @@ format: $(INSTALLED)  ## Put the code into its form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## Time the planners beside their peers (pyrevolve needs a C++ compiler)
+bench: $(INSTALLED)  ## Time planners and rollouts beside their peers (pyrevolve and compile= need a C++ compiler)
 	$(PIP_INSTALL) pyrevolve
 	$(BIN)/python benchmarks/planners.py
+	$(BIN)/python benchmarks/torch_rollouts.py
 
 clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) demo-output .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt tests/partners.txt
 	@echo "setting up $(VENV) (a minute or two the first time)"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lowtide needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --editable ".[all]"
+	$(PIP_INSTALL) --no-deps --requirement tests/partners.txt
 	touch $@

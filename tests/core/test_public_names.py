@@ -13,6 +13,7 @@ def test_the_public_names_are_frozen() -> None:
         "Chain",
         "CheckpointError",
         "Disk",
+        "FunctionError",
         "InputError",
         "LowtideError",
         "Plan",

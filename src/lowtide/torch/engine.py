@@ -60,10 +60,8 @@ class Engine:
         self.first_flags: list[bool] = []  # which positions of the state before step 0 have a gradient
         self.plan_actions: Callable[[], Iterator[Action]] = _no_plan
         self._repeats = Repeats(always=check_rerun is True, never=check_rerun is None)
-        self._walk = Walk(self, always=check_rerun is True)
-        self._loop = LoopParts(
-            inputs, outputs, self.captured, self.profile, {}, lambda: self.length, lambda: self._position_names()
-        )
+        self._walk = Walk(always=check_rerun is True)
+        self._loop = LoopParts(inputs, outputs, self.captured, self.profile, shared={})
 
         # The current state; a part of it is in the modules themselves.
         self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in stepper.init]
@@ -135,7 +133,7 @@ class Engine:
 
     def pullback(self, grads: list[torch.Tensor | None], x_grads: list[torch.Tensor]) -> Pullback:
         """A backward that begins with these cotangents of outputs and final state."""
-        return Pullback(self._loop, grads, x_grads)
+        return Pullback(self._loop, self.length, self._position_names, grads, x_grads)
 
     def _pull(self, start: int) -> None:
         assert self._pullback is not None
@@ -178,6 +176,13 @@ class Engine:
         self.random.restore(self.random.start)
         self._set_carry(self.begin.leaves)
         self._connected = False
+
+    def forget_probes(self) -> None:
+        """Go back to the beginning as if no step had run yet; what was learned stays."""
+        self.ahead.clear()
+        self._loop.shared.clear()
+        self._put_already = 0
+        self.restart()
 
     def _set_carry(self, leaves: list[Any]) -> None:
         self.leaves = leaves
@@ -264,17 +269,19 @@ class Engine:
 
     def _advance_with_grad(self, start: int, stop: int) -> list[Any]:
         """Steps with their tapes, which are dropped at once; for steps that pick other kernels without grad."""
-        for k, x in enumerate(self.inputs.rows(start, stop, []), start):
-            with torch.enable_grad():
+        f = self.stepper.f
+        with torch.enable_grad():
+            for k, x in enumerate(self.inputs.rows(start, stop, []), start):
                 self.root_state(k)
-                self.carry, self.leaves, y = self.stepper.run(k, self.carry, self.leaves, x)
-            outputs = self.outputs.leaves(k, y)
-            self.note_shared(k + 1, outputs)
-            self.detach_state()
-            if self._sweeping:
-                self.put(k, outputs)
-            if self._repeats.always:
-                self._note_repeat(k + 1, outputs)
+                self.carry, y = f(self.carry, x)
+                self.leaves = self.stepper.leaves(k, self.carry)
+                outputs = self.outputs.leaves(k, y)
+                if self._sweeping:
+                    self.put(k, outputs)
+                if self._repeats.always:
+                    self._note_repeat(k + 1, outputs)
+        self.note_shared(stop, outputs)
+        self.detach_state()
         return outputs
 
     def first_step_where(self, happened: Callable[[], bool]) -> int:
@@ -364,10 +371,10 @@ class Engine:
         with torch.enable_grad(), self.captured.in_place_of():
             since = now() if onto is None else onto.since
             starts = self.root_state(start) if onto is None else onto.starts
-            walk, f, k, carry = self._walk, self.stepper.f, start, self.carry
+            walk, f, k, carry, last = self._walk, self.stepper.f, start, self.carry, self.length - 1
             mark = now()
             for x in self.inputs.rows(start, stop, xs):
-                ends = walk.ends(k, carry, xs) if walk.due(k) and not careful else None
+                ends = walk.ends(self, k, carry, xs) if walk.due(k, last) and not careful else None
                 if careful:
                     carry, self.leaves, y = self.stepper.run(k, carry, self.leaves, x)
                 else:
@@ -391,7 +398,7 @@ class Engine:
                 if (ends is not None or mark - began not in walk.node_counts) and not careful:
                     if ends is None:  # not foreseen: all the way back to where the piece began
                         ends, began = nodes_of([*starts, *xs]), since
-                    walk.check(k, carry, self.outputs.leaves(k, y), ends, began)
+                    walk.check(self, k, carry, self.outputs.leaves(k, y), ends, began)
                     walk.node_counts.add(mark - began)
                 k += 1
             self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)

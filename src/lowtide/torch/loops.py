@@ -318,8 +318,7 @@ def _compile(engine: Engine, loop: Loop, knob: Knob, extras: _Extras) -> Plan:
     with recording.recomputing():  # for the user, the compiled step's is the first run
         plan = knob.choose(_probe(engine, knob, extras), loop.inputs.length)
     recording.count(probe=len(engine.ahead))
-    engine.restart()
-    engine.ahead.clear()
+    engine.forget_probes()
     use_compiled(engine, loop.target, loop.step)
     return plan
 

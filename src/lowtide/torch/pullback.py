@@ -35,16 +35,25 @@ class LoopParts:
     profile: Profile
     # By step, the outputs of the step before that *are* parts of the state there: (output leaf, position).
     shared: dict[int, list[tuple[int, int]]]
-    length: Callable[[], int]
-    names: Callable[[], list[str]]  # of the positions of a state
 
 
 class Pullback:
-    """Cotangents on their way back; `grads` are those of the outputs and of the final state, by position."""
+    """Cotangents on their way back through a loop of `length` steps.
 
-    def __init__(self, loop: LoopParts, grads: list[torch.Tensor | None], x_grads: list[torch.Tensor]) -> None:
+    `grads` are those of the outputs and of the final state, by position; `names` tells what positions are called.
+    """
+
+    def __init__(
+        self,
+        loop: LoopParts,
+        length: int,
+        names: Callable[[], list[str]],
+        grads: list[torch.Tensor | None],
+        x_grads: list[torch.Tensor],
+    ) -> None:
         self._loop = loop
-        self._length = loop.length()
+        self._length = length
+        self._names = names
         count = len(loop.profile.outputs)
         self._outputs = grads[:count]
         self.state = grads[count:]
@@ -131,7 +140,7 @@ class Pullback:
         return 0 < step < self._length and not self._loop.outputs.in_step_order
 
     def _lost(self, piece: Piece, position: int) -> str:
-        names = self._loop.names()
+        names = self._names()
         name = names[position] if position < len(names) else f"part {position} of the state"
         return (
             f"{name} carries a gradient out of step {piece.stop - 1:,}, but did not at the first steps, so it would be "

@@ -27,26 +27,23 @@ class Walk:
 
     EVERY = 64
 
-    def __init__(self, engine: Engine, always: bool) -> None:
-        self._engine = engine
+    def __init__(self, always: bool) -> None:
         self._every = 1 if always else self.EVERY
         self._turn = next(_calls) % self._every
         self.node_counts: set[int] = set()
 
-    def due(self, k: int) -> bool:
-        """Whether it is step k's turn."""
-        return k % self._every == self._turn or k < 2 or k == self._engine.length - 1
+    def due(self, k: int, last: int) -> bool:
+        """Whether it is step k's turn; the last one's always is."""
+        return k % self._every == self._turn or k < 2 or k == last
 
-    def ends(self, k: int, carry: Any, xs: list[torch.Tensor]) -> set[Node]:
+    def ends(self, engine: Engine, k: int, carry: Any, xs: list[torch.Tensor]) -> set[Node]:
         """Where the graph of step k, which is about to run from `carry`, may end."""
-        engine = self._engine
         given = xs[len(xs) - len(engine.inputs.differentiable) :]
         leaves = engine.stepper.leaves(k - 1, carry)
         return nodes_of([*leaves, *engine.hidden.leaves(), *given])
 
-    def check(self, k: int, carry: Any, outputs: list[Any], ends: set[Node], since: int) -> None:
+    def check(self, engine: Engine, k: int, carry: Any, outputs: list[Any], ends: set[Node], since: int) -> None:
         """Refuse step k, which ran, if its graph since `since` reaches anything but `ends` and what is captured."""
-        engine = self._engine
         roots = nodes_of([*engine.stepper.leaves(k, carry), *engine.hidden.leaves(), *outputs])
         for node in strangers(roots, ends | engine.captured.nodes, since):
             variable = getattr(node, "variable", None)

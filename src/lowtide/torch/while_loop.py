@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -132,6 +133,8 @@ def _plain(stepper: Stepper, condition: _Condition) -> Any:
 
 def _actions(engine: Engine, condition: _Condition, slots: int) -> Iterator[Action]:
     """The online schedule, told after each step whether the loop goes on."""
+    running = weakref.ref(engine)  # the engine holds on to these actions, so they must not hold on to it
+    del engine
     generator = online(slots)
     action = next(generator)
     ended = False
@@ -139,11 +142,14 @@ def _actions(engine: Engine, condition: _Condition, slots: int) -> Iterator[Acti
         yield action
         goes_on = False
         if isinstance(action, Advance) and not ended:
+            engine = running()
+            assert engine is not None
             goes_on = bool(engine.ahead) or condition(action.stop, engine.carry)
             if not goes_on:
                 ended = True
                 engine.length = action.stop
                 engine.plan_actions = partial(Online(slots).actions, Chain.equal(StepCost(1, 1), action.stop))
+            del engine
         try:
             action = generator.send(goes_on)
         except StopIteration:
