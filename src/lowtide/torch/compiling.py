@@ -1,9 +1,9 @@
 """Steps through `torch.compile`: compiled once, the same in first runs and reruns.
 
 `torch.compile` makes one program for a step with grad and another for a step without, and they need not agree in every
-bit. The first steps are tried with both. Where they agree in all of some hundred numbers, runs that keep no tape use the
-one without grad, which is faster; else they use the other and drop its tape. The results are those of the plain loop
-over the compiled step; should the programs part later, the check of reruns says so.
+bit. The first steps are tried with both. Where they agree in all of some hundred numbers, runs that keep no tape use
+the one without grad, which is faster; else they use the other and drop its tape. The results are those of the plain
+loop over the compiled step; should the programs part later, the check of reruns says so.
 """
 
 from __future__ import annotations

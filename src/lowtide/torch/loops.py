@@ -330,7 +330,7 @@ def _planned(loop: Loop, knob: Knob, hidden: tuple[str, ...]) -> Plan:
     engine = _engine(loop, extras, None, advance_with_grad=False)
     try:
         with torch.enable_grad(), recording.recomputing():
-            costs = probe(engine, captures=(), costs=True, pulls=True, budget=None, keep=False)
+            costs = probe(engine, captures=(), costs=True, pulls=True, times=True, budget=None, keep=False)
         recording.count(probe=len(engine.ahead))
         return knob.choose(costs, loop.inputs.length)
     finally:

@@ -124,6 +124,7 @@ def probe(
     captures: tuple[torch.Tensor, ...],
     costs: bool,
     pulls: bool,
+    times: bool = False,
     budget: int | None,
     keep: bool,
     goes_on: Callable[[int], bool] | None = None,
@@ -135,6 +136,8 @@ def probe(
         captures: tensors that the step is said to close over.
         costs: measure bytes and seconds.
         pulls: also measure the backward of a step.
+        times: put the measured seconds into the chain. They differ from call to call, and plans are found again only
+            for equal chains, so a loop that runs its plan at once does without.
         budget: drop the first step's tape early unless all tapes are likely to fit in this.
         keep: keep the first step's tape in any case.
         goes_on: whether there is a step k; by default, if it is one of the loop's length.
@@ -162,7 +165,7 @@ def probe(
             k += 1
         measured = None
         if meter is not None:
-            measured = _costs(engine, meter, piece, before, pulls=pulls, keep=keep)
+            measured = _costs(engine, meter, piece, before, pulls=pulls, keep=keep, times=times)
             if pulls and not keep:  # that pull has used up the last step's tape
                 engine.ahead[-1] = (engine.ahead[-1][0], None)
     engine.last_output = []
@@ -234,7 +237,16 @@ def _learn(engine: Engine, piece: Piece) -> None:
     engine.note_shared(piece.stop, engine.last_output)
 
 
-def _costs(engine: Engine, meter: _Meter, piece: Piece | None, before: list[Any], *, pulls: bool, keep: bool) -> Costs:
+def _costs(
+    engine: Engine,
+    meter: _Meter,
+    piece: Piece | None,
+    before: list[Any],
+    *,
+    pulls: bool,
+    keep: bool,
+    times: bool,
+) -> Costs:
     """The chain of steps that cost what this one did; `before` and the engine's own state are its two ends."""
     after = engine.state()
     new = [leaf for leaf in after if isinstance(leaf, torch.Tensor)]
@@ -255,9 +267,10 @@ def _costs(engine: Engine, meter: _Meter, piece: Piece | None, before: list[Any]
     start += max((checksum_bytes(t) for t in (*new, *outputs)), default=0)
     slack = tape - saved - kept_state
     largest = max((t.nbytes for t in engine.captured.targets), default=0)
-    pulled, seconds = 0, 2 * meter.forward
+    pulled, backward = 0, 2 * meter.forward
     if pulls and piece is not None:
-        pulled, seconds = _pulled(engine, meter, piece, after, keep=keep)
+        pulled, backward = _pulled(engine, meter, piece, after, keep=keep)
+    seconds = (meter.forward, backward) if times else (1.0, 2.0)
 
     def chain(several: bool) -> Chain:
         pieces = several + keep  # a probe's tape that is kept has a start of its own
@@ -267,7 +280,7 @@ def _costs(engine: Engine, meter: _Meter, piece: Piece | None, before: list[Any]
         working = Working(
             advance=state + meter.taped + start, tape=max(0, taping) + start, backward=max(0, pulling) + start
         )
-        cost = StepCost(max(state, 1), tape, meter.forward, seconds, cotangent=cotangent, working=working)
+        cost = StepCost(max(state, 1), tape, *seconds, cotangent=cotangent, working=working)
         return Chain.equal(cost, engine.length)
 
     return Costs(chain(several=True), chain(several=False), meter.memory.peak)

@@ -142,15 +142,24 @@ def _actions(engine: Engine, condition: _Condition, slots: int) -> Iterator[Acti
         yield action
         goes_on = False
         if isinstance(action, Advance) and not ended:
-            engine = running()
-            assert engine is not None
-            goes_on = bool(engine.ahead) or condition(action.stop, engine.carry)
+            goes_on = _goes_on(running, condition, action.stop)
             if not goes_on:
                 ended = True
-                engine.length = action.stop
-                engine.plan_actions = partial(Online(slots).actions, Chain.equal(StepCost(1, 1), action.stop))
-            del engine
+                _end(running, slots, action.stop)
         try:
             action = generator.send(goes_on)
         except StopIteration:
             return
+
+
+def _goes_on(running: weakref.ref[Engine], condition: _Condition, step: int) -> bool:
+    engine = running()
+    return engine is not None and (bool(engine.ahead) or condition(step, engine.carry))
+
+
+def _end(running: weakref.ref[Engine], slots: int, length: int) -> None:
+    """Now the length is known, for the backward and for playing everything once more."""
+    engine = running()
+    if engine is not None:
+        engine.length = length
+        engine.plan_actions = partial(Online(slots).actions, Chain.equal(StepCost(1, 1), length))
