@@ -6,9 +6,9 @@ import pytest
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
 from lowtide.chain import Chain, StepCost, Working
-from lowtide.errors import InputError
+from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Bound, Knob, Plan
-from lowtide.planners.revolve import Revolve, beta, plain_runs
+from lowtide.planners.revolve import Revolve, beta, least_with_slots, plain_runs, slots_within
 from lowtide.simulate import simulate, simulate_actions
 from tests.core.peers import peer_plain_runs
 
@@ -103,3 +103,16 @@ def test_slots_are_checked(slots: int) -> None:
 def test_agrees_with_checkpoint_schedules(length: int, slots: int) -> None:
     theirs = peer_plain_runs(lambda peer: peer.MultistageCheckpointSchedule(length, slots, 0), length)
     assert plain_runs(length, slots) == theirs
+
+
+def test_slots_within_a_budget() -> None:
+    step = StepCost(10, 50, cotangent=10, working=Working(advance=30, tape=20, backward=25))
+    least = least_with_slots(step)
+    assert least == 10 + 50 + 30
+    for budget, slots in ((least, 1), (least + 9, 1), (least + 10, 2), (least + 100, 11)):
+        assert slots_within(step, budget) == slots
+        plan = Plan.make(Chain.equal(step, 40), Knob("budget", budget), Revolve(slots))
+        assert simulate(plan).peak_memory <= budget
+    with pytest.raises(BudgetError) as caught:
+        slots_within(step, least - 1)
+    assert caught.value.least == least

@@ -26,6 +26,7 @@ from lowtide.torch.pieces import Piece, Profile, Snapshot, edges_of, has_gradien
 from lowtide.torch.progress import Progress
 from lowtide.torch.pullback import LoopParts, Pullback
 from lowtide.torch.repeats import Repeats
+from lowtide.torch.shared import Shared
 from lowtide.torch.stepping import Stepper
 from lowtide.torch.walk import Walk, nodes_of
 
@@ -61,7 +62,8 @@ class Engine:
         self.plan_actions: Callable[[], Iterator[Action]] = _no_plan
         self._repeats = Repeats(always=check_rerun is True, never=check_rerun is None)
         self._walk = Walk(always=check_rerun is True)
-        self._loop = LoopParts(inputs, outputs, self.captured, self.profile, shared={})
+        self.shared = Shared()
+        self._loop = LoopParts(inputs, outputs, self.captured, self.profile, self.shared)
 
         # The current state; a part of it is in the modules themselves.
         self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in stepper.init]
@@ -104,7 +106,7 @@ class Engine:
         with self.ambient.again(), self.hidden.aside(), aside, recording.recomputing():
             try:
                 if actions is None:  # a second backward through a retained graph: everything again
-                    self._resume(self.begin)
+                    self._resume(0, self.begin)
                     actions = self.plan_actions()
                 for action in actions:
                     self._play(action)
@@ -123,7 +125,7 @@ class Engine:
             case Save(step):
                 self._snapshots[step] = self._snapshot()
             case Restore(step):
-                self._resume(self._snapshots[step])
+                self._resume(step, self._snapshots[step])
             case Drop(step):
                 del self._snapshots[step]
             case Tape(start, stop):
@@ -141,7 +143,7 @@ class Engine:
         while self._pieces and self._pieces[-1].start >= start:
             piece = self._pieces.pop()
             self._pullback.pull(piece)
-            self._loop.shared.pop(piece.stop, None)
+            self.shared.forget(piece.stop)
             count = piece.stop - piece.start
             recording.count(backward=count)
             if self.progress is not None:
@@ -163,10 +165,12 @@ class Engine:
         mark = self.random.mark() if self._sweeping or self._draws else self.random.start
         return Snapshot(self.leaves, self.hidden.read(), mark)
 
-    def _resume(self, snapshot: Snapshot) -> None:
+    def _resume(self, step: int, snapshot: Snapshot) -> None:
         self._set_carry(snapshot.leaves)
         self.hidden.write(snapshot.hidden)
         self._connected = False
+        if step:
+            self.shared.resumed(step, self.state())
         if self._draws:
             self.random.restore(snapshot.random)
 
@@ -180,7 +184,7 @@ class Engine:
     def forget_probes(self) -> None:
         """Go back to the beginning as if no step had run yet; what was learned stays."""
         self.ahead.clear()
-        self._loop.shared.clear()
+        self.shared.clear()
         self._put_already = 0
         self.restart()
 
@@ -196,12 +200,14 @@ class Engine:
 
     def detach_state(self) -> None:
         """Cut the current state off the graph that made it."""
+        before = self.state()
         self._set_carry([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves])
         self.hidden.replace([leaf.detach() if has_gradient(leaf) else leaf for leaf in self.hidden.leaves()])
+        self.shared.moved(before, self.state())
 
     def root_state(self, k: int) -> list[torch.Tensor | None]:
         """Make the current state, that of step k, the root of a graph to come; gives its leaves by position."""
-        hidden = self.hidden.leaves()
+        before, hidden = self.state(), self.hidden.leaves()
         flags = self.first_flags if k == 0 else self.profile.state
         if len(flags) != len(self.leaves) + len(hidden):  # hidden state of another form than usual
             flags = [True] * len(self.leaves) + [not changed for changed in self.hidden.in_place()]
@@ -214,6 +220,7 @@ class Engine:
             # What a step changes in place must not be a leaf.
             rows = zip(hidden, starts[count:], self.hidden.in_place(), strict=True)
             self.hidden.replace([old if new is None else new.clone() if p else new for old, new, p in rows])
+        self.shared.moved(before, self.state())
         return starts
 
     # --- running steps
@@ -234,7 +241,7 @@ class Engine:
 
     def advance_without(self, start: int, stop: int) -> list[Any]:
         """Run steps [start, stop) without grad; gives the leaves of the last one's output."""
-        f, carry, always = self.stepper.f, self.carry, self._repeats.always
+        f, carry, always, stays = self.stepper.f, self.carry, self._repeats.always, self.shared.stays
         versions = self.stepper.versions(self.leaves)
         k, take = start, self._take if self._sweeping else None
         try:
@@ -242,6 +249,8 @@ class Engine:
                 carry, y = f(carry, x)
                 if take is not None:
                     take(k, y)
+                if stays:
+                    self.shared.ran(k, self.outputs.leaves(k, y))
                 if always:
                     self.leaves = self.stepper.leaves(k, carry)
                     self._note_repeat(k + 1, self.outputs.leaves(k, y))
@@ -254,7 +263,7 @@ class Engine:
         self._find_bad_carry(carry)
         self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
         outputs = self.outputs.leaves(stop - 1, y)
-        self.note_shared(stop, outputs)
+        self.shared.note(stop, self.state(), outputs)
         return outputs
 
     def _find_bad_carry(self, carry: Any) -> None:
@@ -276,11 +285,13 @@ class Engine:
                 self.carry, y = f(self.carry, x)
                 self.leaves = self.stepper.leaves(k, self.carry)
                 outputs = self.outputs.leaves(k, y)
+                if self.shared.stays:
+                    self.shared.ran(k, outputs)
                 if self._sweeping:
                     self.put(k, outputs)
                 if self._repeats.always:
                     self._note_repeat(k + 1, outputs)
-        self.note_shared(stop, outputs)
+        self.shared.note(stop, self.state(), outputs)
         self.detach_state()
         return outputs
 
@@ -296,16 +307,6 @@ class Engine:
 
     def _note_repeat(self, step: int, outputs: list[Any]) -> None:
         self._repeats.note(step, [*self.state(), *outputs], first=self._sweeping)
-
-    def note_shared(self, step: int, outputs: list[Any]) -> None:
-        """Remember which of these outputs, of the step before, are parts of the state at `step`, the current one."""
-        if outputs:
-            self._loop.shared[step] = [
-                (m, position)
-                for position, leaf in enumerate(self.state())
-                for m, output in enumerate(outputs)
-                if output is leaf and isinstance(leaf, torch.Tensor)
-            ]
 
     def put(self, k: int, outputs: list[Any]) -> None:
         """Hand over the output of step k's first run; one that was handed over before is let go."""
@@ -326,9 +327,9 @@ class Engine:
     # --- taping
 
     def _tape(self, start: int, stop: int) -> None:
-        if any(piece is None for _, piece in self.ahead):
-            start = self._tape_probed_again(start)
-        while self.ahead:
+        if any(piece is None for _, piece in self.ahead[: stop - start]):
+            start = self._tape_probed_again(start, stop)
+        while self.ahead and start < stop:
             piece = self.ahead.pop(0)[1]
             assert piece is not None
             self._pieces.append(piece)
@@ -343,10 +344,11 @@ class Engine:
             self.last_output = []
             self._connected = True
 
-    def _tape_probed_again(self, start: int) -> int:
+    def _tape_probed_again(self, start: int, stop: int) -> int:
         """The probes ran steps ahead, but not all of their tapes could be kept: run those once more."""
-        stop = start + len(self.ahead)
-        recording.count(probe=stop, taping=stop - start)
+        ahead = start + len(self.ahead)
+        stop = min(stop, ahead)
+        recording.count(probe=ahead, taping=stop - start)
         self.ahead.clear()
         self.restart()
         with recording.recomputing():
@@ -367,7 +369,8 @@ class Engine:
         in_order, always = self.outputs.in_step_order, self._repeats.always
         careful = not self.captured.settled  # the very first step
         # A rerun with one tensor for an output, which is most of all runs, is kept short.
-        short = self.outputs.is_tensor and not (self._sweeping or always or in_order or careful)
+        stays = self.shared.stays
+        short = self.outputs.is_tensor and not (self._sweeping or always or in_order or careful or stays)
         with torch.enable_grad(), self.captured.in_place_of():
             since = now() if onto is None else onto.since
             starts = self.root_state(start) if onto is None else onto.starts
@@ -384,6 +387,8 @@ class Engine:
                         outputs[0].append((k, edge_of(y)))
                 else:
                     leaves = self.outputs.leaves(k, y)
+                    if stays:
+                        self.shared.ran(k, leaves)
                     if put:
                         self.put(k, leaves)
                     if always:
@@ -403,7 +408,7 @@ class Engine:
                 k += 1
             self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
         self.last_output = self.outputs.leaves(stop - 1, y)
-        self.note_shared(stop, self.last_output)
+        self.shared.note(stop, self.state(), self.last_output)
         first = start if onto is None else onto.start
         return Piece(first, stop, since, starts, edges_of(self.state()), outputs, xs)
 

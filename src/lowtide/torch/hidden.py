@@ -112,6 +112,33 @@ class _Carried:
     latest: _Record | None  # after the latest probe step
 
 
+@dataclass(slots=True, eq=False)
+class _Steady:
+    """A slot that the probe steps left alone."""
+
+    slot: Slot
+    value: Any
+    form: Form
+    leaves: list[Any]
+    digest: list[Any]
+
+    def is_as_it_was(self) -> bool:
+        """Whether it still holds the same."""
+        now, value = self.slot.get(), self.value
+        if not self.slot.in_module:
+            # The user's own variable, which is not state: only a tensor that is now another one, or changed, matters.
+            return not isinstance(value, torch.Tensor) or (now is value and now._version == self.digest[0][0])
+        if isinstance(value, torch.Tensor) and now is not value:
+            return False
+        leaves = _opened(now)[1]
+        return len(leaves) == len(self.digest) and all(
+            (leaf._version, checksum(leaf)) == old
+            if isinstance(leaf, torch.Tensor)
+            else leaf is old or _same(leaf, old)
+            for leaf, old in zip(leaves, self.digest, strict=True)
+        )
+
+
 class Hidden:
     """The hidden state of a step, looked for in `roots`: its function, above all.
 
@@ -121,7 +148,7 @@ class Hidden:
     def __init__(self, roots: Iterable[Any], named: Iterable[str] = ()) -> None:
         self._records: dict[Slot, _Record] = {}
         self._named = tuple(named)
-        self._steady: list[tuple[Slot, Any, list[Any]]] = []
+        self._steady: list[_Steady] = []
         self._carried: list[_Carried] = []
         self._slots = Slots(roots, self._meet)
 
@@ -179,7 +206,7 @@ class Hidden:
             if not any(label == name or label.endswith(f".{name}") for label in labels):
                 raise InputError(f"hidden={name!r} is not among what the step keeps: {', '.join(labels) or 'nothing'}")
         self._steady = [
-            (slot, record.value, _digest(record.leaves, slot.in_module))
+            _Steady(slot, record.value, record.form, record.leaves, _digest(record.leaves, slot.in_module))
             for slot, record in self._records.items()
             if slot not in carried
         ]
@@ -189,8 +216,9 @@ class Hidden:
 
     def strays(self) -> list[str]:
         """Names of slots that have changed since `settle` without being carried."""
-        self._steady += [(slot, MISSING, [MISSING]) for slot in self._slots.new_entries()]
-        return [slot.label for slot, value, digest in self._steady if not _is_as_it_was(slot, value, digest)]
+        new = self._slots.new_entries()
+        self._steady += [_Steady(slot, MISSING, Opaque(), [MISSING], [MISSING]) for slot in new]
+        return [steady.slot.label for steady in self._steady if not steady.is_as_it_was()]
 
     # --- reading and writing
 
@@ -256,15 +284,16 @@ class Hidden:
     def undo(self) -> None:
         """Put every recorded slot back as it was before the first step.
 
-        Of slots that are not carried only the objects are known by now, not what was in them.
+        Of slots that are not carried the objects are known by then, not what was changed in place in their tensors.
         """
         for slot, record in self._records.items():
             value = slot.get()
             if record.in_place() or (record.differs(value) and _counts(slot, record, value)):
                 record.undo(slot)
-        for slot, value, _ in self._steady:
-            if slot.get() is not value:
-                slot.set(value)
+        for steady in self._steady:
+            if steady.slot.in_module and not steady.is_as_it_was():
+                _refill(steady.value, steady.form.unflatten(steady.leaves))
+                steady.slot.set(steady.value)
         for slot in self._slots.new_entries():
             slot.set(MISSING)
 
@@ -329,19 +358,3 @@ def _digest(leaves: list[Any], in_module: bool) -> list[Any]:
         (leaf._version, checksum(leaf) if in_module else 0) if isinstance(leaf, torch.Tensor) else _copied(leaf)
         for leaf in leaves
     ]
-
-
-def _is_as_it_was(slot: Slot, value: Any, digest: list[Any]) -> bool:
-    now = slot.get()
-    if not slot.in_module:
-        # A variable of the user's own that is not state: only a tensor that is now another one, or changed, matters.
-        return not isinstance(value, torch.Tensor) or (now is value and now._version == digest[0][0])
-    if isinstance(value, torch.Tensor) and now is not value:
-        return False
-    leaves = _opened(now)[1]
-    if len(leaves) != len(digest):
-        return False
-    return all(
-        (leaf._version, checksum(leaf)) == old if isinstance(leaf, torch.Tensor) else leaf is old or _same(leaf, old)
-        for leaf, old in zip(leaves, digest, strict=True)
-    )

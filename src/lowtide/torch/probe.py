@@ -171,6 +171,7 @@ def probe(
     engine.last_output = []
     engine.detach_state()
     engine.hidden.settle()
+    engine.shared.settle()
     return measured
 
 
@@ -234,7 +235,7 @@ def _learn(engine: Engine, piece: Piece) -> None:
     profile.state = flags
     gradients = [bool(column) for column in piece.outputs]
     profile.outputs[:] = [new or old for new, old in zip(gradients, profile.outputs or gradients, strict=True)]
-    engine.note_shared(piece.stop, engine.last_output)
+    engine.shared.note(piece.stop, engine.state(), engine.last_output)
 
 
 def _costs(

@@ -23,6 +23,7 @@ from lowtide.torch.capture import Captured, gradients
 from lowtide.torch.inputs import Inputs
 from lowtide.torch.outputs import Outputs
 from lowtide.torch.pieces import Piece, Profile
+from lowtide.torch.shared import Shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,7 @@ class LoopParts:
     outputs: Outputs
     captured: Captured
     profile: Profile
-    # By step, the outputs of the step before that *are* parts of the state there: (output leaf, position).
-    shared: dict[int, list[tuple[int, int]]]
+    shared: Shared
 
 
 class Pullback:
@@ -60,6 +60,7 @@ class Pullback:
         self._expected = [True] * len(self.state)  # whether the piece above took in a gradient for this position
         self.captured: list[torch.Tensor | None] = [None] * len(loop.captured.targets)
         self.xs = x_grads
+        self._entered: set[tuple[int, int]] = set()  # outputs (leaf, step) whose cotangent is in already
 
     def pull(self, piece: Piece, *, keep: bool = False) -> None:
         """Go back through one piece and free its tape, unless it is to be kept."""
@@ -102,7 +103,6 @@ class Pullback:
     def _enter_outputs(self, piece: Piece, roots: list[Any], cotangents: list[torch.Tensor]) -> None:
         """Cotangents of the piece's outputs; the last leaf first, as its stack was made last."""
         loop = self._loop
-        later = {m for m, _ in loop.shared.get(piece.stop, ())} if self._defers(piece.stop) else set()
         for m in range(len(piece.outputs) - 1, -1, -1):
             grad, entries = self._outputs[m], piece.outputs[m]
             if entries and not loop.profile.outputs[m]:
@@ -112,8 +112,8 @@ class Pullback:
                 )
             if grad is None:
                 continue
-            if entries and entries[-1][0] == piece.stop - 1 and m in later:
-                entries = entries[:-1]
+            if self._entered:
+                entries = [entry for entry in entries if (m, entry[0]) not in self._entered]
             places = [loop.inputs.place(k) for k, _ in entries]
             rows = loop.outputs.cotangents(grad, places, loop.inputs.place(self._length - 1))
             for (_, edge), cotangent in zip(entries, rows, strict=True):
@@ -122,22 +122,20 @@ class Pullback:
                     cotangents.append(cotangent)
 
     def _enter_shared(self, piece: Piece, roots: list[Any], cotangents: list[torch.Tensor]) -> None:
-        """Cotangents of outputs that are the state at the piece's start; the piece below leaves them to this one."""
-        if not self._defers(piece.start):
-            return
+        """Cotangents of outputs that are parts of the state at the piece's start; pieces below leave them to this one."""
         loop = self._loop
-        place = loop.inputs.place(piece.start - 1)
-        for m, position in loop.shared.get(piece.start, ()):
-            grad, leaf = self._outputs[m], piece.starts[position]
-            if grad is not None and leaf is not None:
-                for cotangent in loop.outputs.cotangents(grad, [place], loop.inputs.place(self._length - 1)):
-                    if cotangent is not None:
-                        roots.append(leaf.view_as(leaf))
-                        cotangents.append(cotangent)
-
-    def _defers(self, step: int) -> bool:
-        """Whether outputs that are the state at `step` get their cotangent from the piece above."""
-        return 0 < step < self._length and not self._loop.outputs.in_step_order
+        if loop.outputs.in_step_order:
+            return
+        for entry in loop.shared.at(piece.start):
+            grad, leaf = self._outputs[entry.leaf], piece.starts[entry.position]
+            if grad is None or leaf is None or (entry.leaf, entry.step) in self._entered:
+                continue
+            self._entered.add((entry.leaf, entry.step))
+            place, last = loop.inputs.place(entry.step), loop.inputs.place(self._length - 1)
+            for cotangent in loop.outputs.cotangents(grad, [place], last):
+                if cotangent is not None:
+                    roots.append(leaf.view_as(leaf))
+                    cotangents.append(cotangent)
 
     def _lost(self, piece: Piece, position: int) -> str:
         names = self._names()
