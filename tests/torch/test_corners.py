@@ -58,7 +58,12 @@ def test_hidden_state_that_takes_another_form_later() -> None:
 
     outcomes = []
     xs = torch.randn(25, 3)
-    for loop, options in ((None, {}), (lt.checkpointed_for_loop, {"base": 4}), (lt.checkpointed_for_loop, {})):
+    loops: list[tuple[Any, dict[str, Any]]] = [
+        (None, {}),
+        (lt.checkpointed_for_loop, {"base": 4}),
+        (lt.checkpointed_for_loop, {}),
+    ]
+    for loop, options in loops:
         torch.manual_seed(0)
         net = Growing()
         ys = torch.stack([net(x) for x in xs]) if loop is None else loop(net, xs, **options)
@@ -136,7 +141,10 @@ def test_a_dictionary_that_gets_new_entries_late_is_refused() -> None:
 def test_a_variable_that_is_bound_by_the_first_step() -> None:
     w = torch.randn(3, requires_grad=True)
 
-    def make() -> Any:
+    def make(bound: bool = False) -> Any:
+        if bound:
+            state = torch.zeros(3)
+
         def step(x: torch.Tensor) -> torch.Tensor:
             nonlocal state
             try:
@@ -145,8 +153,6 @@ def test_a_variable_that_is_bound_by_the_first_step() -> None:
                 state = x * w
             return state
 
-        if False:  # so that `state` is a variable of this function that nobody has bound yet
-            state = torch.zeros(3)
         return step
 
     xs = torch.randn(9, 3)
@@ -164,7 +170,8 @@ def test_partials_lists_and_callable_objects_are_looked_through() -> None:
 
     class Cell:
         def __init__(self) -> None:
-            self.net = nn.Sequential(nn.Linear(3, 3), lt.spiking.Expon(3.0))
+            self.linear = nn.Linear(3, 3)
+            self.net = nn.Sequential(self.linear, lt.spiking.Expon(3.0))
 
         def __call__(self, scale: float, x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = self.net(x) * scale
@@ -175,11 +182,11 @@ def test_partials_lists_and_callable_objects_are_looked_through() -> None:
     xs = torch.randn(9, 2, 3)
     f = functools.partial(cell, 2.0)
     expected = lt.for_loop(f, xs)
-    gradient = torch.autograd.grad(expected.sum(), cell.net[0].weight)[0]
+    gradient = torch.autograd.grad(expected.sum(), cell.linear.weight)[0]
     lt.spiking.reset(cell.net)
     ys = lt.checkpointed_for_loop(f, xs, base=2)
     assert same_bits(ys, expected)
-    assert same_bits(torch.autograd.grad(ys.sum(), cell.net[0].weight)[0], gradient)
+    assert same_bits(torch.autograd.grad(ys.sum(), cell.linear.weight)[0], gradient)
 
 
 def test_a_pair_may_be_a_list_and_a_default_dict_a_carry() -> None:
@@ -202,7 +209,7 @@ def test_values_that_cannot_be_compared_are_the_same_only_if_identical() -> None
             self.item, self.label = item, label
 
     torch.utils._pytree.register_pytree_node(
-        Box, lambda box: ([box.item], box.label), lambda items, label: Box(list(items)[0], label)
+        Box, lambda box: ([box.item], box.label), lambda items, label: Box(next(iter(items)), label)
     )
     labels = np.zeros(3)
     form = form_of(Box(1, labels))
@@ -311,6 +318,7 @@ def test_check_rerun_with_steps_that_need_grad() -> None:
         h, y = step(h, None)
         rows.append(y)
     expected = torch.autograd.grad(torch.stack(rows).sum(), w)[0]
-    for options in ({"check_rerun": True}, {"advance_with_grad": True}):
+    knobs: list[dict[str, Any]] = [{"check_rerun": True}, {"advance_with_grad": True}]
+    for options in knobs:
         _, ys = lt.checkpointed_scan(step, torch.ones(3), length=9, base=3, **options)
         assert same_bits(torch.autograd.grad(ys.sum(), w)[0], expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,5 +111,5 @@ def test_memory_over_base_is_tapes_plus_states(record_property: Any) -> None:
     record_property("figure", f"memory over base: lowest at {lowest}, sqrt(T*a/w) is {best:.1f}; {peaks}")
     assert best / 2 <= lowest <= best * 2
     low = bases.index(lowest)
-    assert all(peaks[a] > peaks[b] for a, b in zip(bases[:low], bases[1 : low + 1], strict=True))
-    assert all(peaks[a] < peaks[b] for a, b in zip(bases[low:-1], bases[low + 1 :], strict=True))
+    assert all(peaks[a] > peaks[b] for a, b in pairwise(bases[: low + 1]))
+    assert all(peaks[a] < peaks[b] for a, b in pairwise(bases[low:]))

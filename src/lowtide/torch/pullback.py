@@ -122,7 +122,7 @@ class Pullback:
                     cotangents.append(cotangent)
 
     def _enter_shared(self, piece: Piece, roots: list[Any], cotangents: list[torch.Tensor]) -> None:
-        """Cotangents of outputs that are parts of the state at the piece's start; pieces below leave them to this one."""
+        """Cotangents of outputs that are parts of the state at the piece's start; pieces below leave them out."""
         loop = self._loop
         if loop.outputs.in_step_order:
             return
