@@ -322,3 +322,77 @@ def test_check_rerun_with_steps_that_need_grad() -> None:
     for options in knobs:
         _, ys = lt.checkpointed_scan(step, torch.ones(3), length=9, base=3, **options)
         assert same_bits(torch.autograd.grad(ys.sum(), w)[0], expected)
+
+
+def test_a_window_of_outputs_is_carried_with_grad_too() -> None:
+    w = torch.randn(3, requires_grad=True)
+
+    def step(window: Any, x: torch.Tensor) -> Any:
+        y = torch.tanh(sum(window) * w + x)
+        return (*window[1:], y), y
+
+    xs = torch.randn(19, 3)
+    init = (torch.zeros(3), torch.ones(3), torch.zeros(3))
+    window, rows = init, []
+    for x in xs:
+        window, y = step(window, x)
+        rows.append(y)
+    expected = torch.autograd.grad(torch.stack(rows).square().sum(), w)[0]
+    knobs: list[dict[str, Any]] = [{"base": 1}, {"base": 4}, {"checkpoints": 2}, {}, {"budget": "50KB"}]
+    for options in knobs:
+        for with_grad in (False, True):
+            _, ys = lt.checkpointed_scan(step, init, xs, advance_with_grad=with_grad, **options)
+            loss = ys.square().sum()
+            for _ in range(2):
+                assert same_bits(torch.autograd.grad(loss, w, retain_graph=True)[0], expected)
+
+
+def test_a_stray_change_that_does_not_come_again() -> None:
+    calls = [0]
+
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3))
+            self.mode = "first"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            if calls[0] == 15:
+                self.mode = "second"
+            return x * self.w
+
+    with pytest.raises(CheckpointError, match=r"is the first to change Once\.mode"):
+        lt.checkpointed_for_loop(Once(), torch.randn(20, 3), base=4)
+
+
+def test_attributes_that_go_and_modules_that_are_met_when_called() -> None:
+    w = torch.randn(3, requires_grad=True)
+
+    class Cell:
+        def __init__(self) -> None:
+            self.first = True
+            self.nets = {"a": nn.Sequential(nn.Linear(3, 3), lt.spiking.Expon(4.0))}
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            if hasattr(self, "first"):
+                del self.first
+            out: torch.Tensor = self.nets["a"](x) * w
+            return out
+
+    torch.manual_seed(0)
+    cell = Cell()
+    xs = torch.randn(11, 2, 3)
+    expected = lt.for_loop(cell.step, xs)
+    lt.spiking.reset(cell.nets["a"])
+    ys = lt.checkpointed_for_loop(cell.step, xs, base=3)
+    assert same_bits(ys, expected)
+    assert same_bits(torch.autograd.grad(ys.sum(), w)[0], torch.autograd.grad(expected.sum(), w)[0])
+
+
+def test_one_step_with_state_in_a_budget_and_a_while_loop_of_none() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), lt.spiking.LIF(4.0))
+    ys = lt.checkpointed_for_loop(net, torch.randn(1, 2, 3), budget="1MB")
+    assert torch.autograd.grad(ys.sum(), list(net.parameters()))[0].shape == (3, 3)
+    init = (torch.ones(2), 5)
+    assert lt.checkpointed_while_loop(lambda c: c[1] < 5, lambda c: c, init) is init

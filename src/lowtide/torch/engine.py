@@ -59,7 +59,7 @@ class Engine:
         self.advance_with_grad = advance_with_grad
         self.profile = Profile([], [])
         self.first_flags: list[bool] = []  # which positions of the state before step 0 have a gradient
-        self.plan_actions: Callable[[], Iterator[Action]] = _no_plan
+        self.plan_actions: Callable[[], Iterator[Action]] = lambda: iter(())
         self._repeats = Repeats(always=check_rerun is True, never=check_rerun is None)
         self._walk = Walk(always=check_rerun is True)
         self.shared = Shared()
@@ -427,7 +427,3 @@ class Engine:
         gradients = [bool(column) for column in last.outputs]
         self.profile.outputs[:] = [a or b for a, b in zip(self.profile.outputs, gradients, strict=True)]
         return [edge is not None for edge in last.ends]
-
-
-def _no_plan() -> Iterator[Action]:
-    raise NotImplementedError("a loop has to be given its plan before it runs")

@@ -69,8 +69,6 @@ def _differentiable(
             for result, grad in zip(results, grads, strict=True)
             if grad is not None and isinstance(result, torch.Tensor) and result.requires_grad
         ]
-        if not pairs:
-            return (None,) * len(wanted)
         with captured.without_hooks():
             return torch.autograd.grad(
                 [result for result, _ in pairs],
