@@ -57,17 +57,38 @@ def test_dropout_and_generators_of_every_kind(options: dict[str, Any]) -> None:
 
 def test_a_generator_that_comes_late_and_unnamed_is_refused() -> None:
     late = torch.Generator().manual_seed(0)
+    out_of_sight = {"late": late}
     w = torch.randn(4, requires_grad=True)
 
     def step(h: torch.Tensor, k: torch.Tensor) -> Any:
         h = torch.tanh(h * w)
-        return (h + torch.rand(4, generator=late) if k > 5 else h), None
+        return (h + torch.rand(4, generator=out_of_sight["late"]) if k > 5 else h), None
 
     h, _ = lt.checkpointed_scan(step, torch.ones(4), torch.arange(30), base=6)
     with pytest.raises(CheckpointError, match="name the generator"):
         h.sum().backward()
     h, _ = lt.checkpointed_scan(step, torch.ones(4), torch.arange(30), base=6, generators=(late,))
     h.sum().backward()
+
+
+def test_a_generator_that_the_step_refers_to_is_followed_from_the_start() -> None:
+    """Its draws change nothing but gradients, so nothing else could tell."""
+    generator = torch.Generator()
+    w = torch.randn(3, requires_grad=True)
+
+    def step(carry: Any, x: torch.Tensor) -> Any:
+        h, k = carry
+        mask = torch.bernoulli(torch.full((3,), 0.5), generator=generator) if k >= 4 else torch.ones(3)
+        h = torch.tanh(h * (w * mask + (w * (1 - mask)).detach()) + x)
+        return (h, k + 1), h
+
+    def run(loop: Any, **options: Any) -> Any:
+        return lambda: (loop(step, (torch.zeros(2, 3), 0), XS[..., :3], **options)[1], [w])
+
+    expected = _outcome(run(lt.scan), [generator])
+    for options in KNOBS:
+        found = _outcome(run(lt.checkpointed_scan, **options), [generator])
+        assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_random_numbers_first_drawn_late_repeat_too() -> None:

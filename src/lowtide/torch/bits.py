@@ -30,9 +30,9 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Eight bytes that differ when a value does, or when rows change places, but for a rare coincidence.
+    """Eight bytes that differ when a value does, or when values change places, but for a rare coincidence.
 
-    Rows of words are summed and the sums weighted by their place. It takes no room in proportion to the tensor.
+    Rows and columns of words are summed and the sums weighted by their place. Beside those sums it takes no room.
     """
     rows = words(tensor)
     if tensor.dtype in _WIDE:
@@ -42,10 +42,14 @@ def checksum(tensor: torch.Tensor) -> int:
         return int(rows)
     if rows.dim() == 1:
         return 3 * int(rows[::2].sum()) + int(rows[1::2].sum())
-    sums = rows.flatten(1).sum(1)
+    rows = rows.flatten(1)
+    return _weighted(rows.sum(1)) + 7 * _weighted(rows.sum(0))
+
+
+def _weighted(sums: torch.Tensor) -> int:
     return int((sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum())
 
 
 def checksum_bytes(tensor: torch.Tensor) -> int:
-    """Room that `checksum` takes while it works: three numbers for each row."""
-    return 24 * len(tensor) if tensor.dim() > 1 else 24
+    """Room that `checksum` takes while it works: three numbers for each row or column."""
+    return 24 * max(len(tensor), tensor.numel() // max(1, len(tensor))) + 32 if tensor.dim() > 1 else 24

@@ -45,23 +45,26 @@ def gradients(
     return results
 
 
-def strangers(roots: Iterable[Node], known: set[Node], since: int) -> list[Node]:
-    """Leaves and nodes older than `since` that the graph below `roots` reaches without passing a known one."""
-    found: list[Node] = []
-    seen = set(known)
-    stack = list(roots)
+def strangers(roots: Iterable[GradientEdge], known: set[GradientEdge], since: int) -> list[GradientEdge]:
+    """Leaves and nodes older than `since` that the graph below `roots` reaches without passing a known edge."""
+    found: list[GradientEdge] = []
+    seen: set[Node] = set()
+    stack = [edge for edge in roots if edge not in known]
     while stack:
-        node = stack.pop()
+        edge = stack.pop()
+        node = edge.node
+        following = node.next_functions
+        if not following or node._sequence_nr() < since:
+            found.append(edge)
+            continue
         if node in seen:
             continue
         seen.add(node)
-        following = node.next_functions
-        if not following or node._sequence_nr() < since:
-            found.append(node)
-            continue
-        for below, _ in following:
-            if below is not None and below not in seen:
-                stack.append(below)
+        for below, number in following:
+            if below is not None:
+                further = GradientEdge(below, number)
+                if further not in known:
+                    stack.append(further)
     return found
 
 
@@ -127,13 +130,13 @@ class Captured:
 
     A captured tensor that was computed from another one needs care: the gradient of a stretch would run through it
     into the other, and the same would happen again outside the loop. While a stretch is taped, an alias takes its
-    place.
+    place; so it does for one that was computed and has hooks.
     """
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
-        self._nodes: dict[Node, int] = {}
+        self.edges: list[GradientEdge] = []  # where their gradients arrive
         self._aliases: dict[int, torch.Tensor] = {}
         self.targets: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -141,21 +144,21 @@ class Captured:
 
     def add(self, tensor: torch.Tensor, name: str) -> None:
         """Capture one tensor."""
-        node = edge_of(tensor).node
-        if node not in self._nodes:
-            self._nodes[node] = len(self.tensors)
+        edge = edge_of(tensor)
+        if edge not in self.edges:
+            self.edges.append(edge)
             self.tensors.append(tensor)
             self.names.append(name)
 
-    def learn(self, roots: list[Node], given: set[Node], since: int, watch: Watch) -> None:
+    def learn(self, roots: list[GradientEdge], given: set[GradientEdge], since: int, watch: Watch) -> None:
         """Capture what the first step's graph reaches beside what it was given, or say what cannot be captured."""
-        candidates = {edge_of(tensor).node: tensor for tensor in watch.tensors.values()}
-        for node in strangers(roots, given | self._nodes.keys(), since):
-            tensor = candidates.get(node, getattr(node, "variable", None))
+        candidates = {edge_of(tensor): tensor for tensor in watch.tensors.values()}
+        for edge in strangers(roots, given.union(self.edges), since):
+            tensor = candidates.get(edge, getattr(edge.node, "variable", None))
             if tensor is None:
                 raise CheckpointError(
-                    f"the step uses a tensor computed before the loop (by {node.name()}) that reaches it out of sight, "
-                    "through a custom autograd Function; name it: captures=(tensor,)"
+                    f"the step uses a tensor computed before the loop (by {edge.node.name()}) that reaches it out of "
+                    "sight, through a custom autograd Function; name it: captures=(tensor,)"
                 )
             self.add(tensor, f"a tensor of shape {tuple(tensor.shape)} that the step closes over")
 
@@ -163,10 +166,12 @@ class Captured:
         """No more captures."""
         self.settled = True
         for tensor in self.tensors:
-            if tensor.grad_fn is not None and self._depends(tensor):
+            # A hook for the whole gradient, or a gradient that is kept, must not see each stretch's own.
+            hooked = bool(tensor._backward_hooks) or tensor.retains_grad
+            if tensor.grad_fn is not None and (hooked or self._depends(tensor)):
                 self._aliases[id(tensor)] = tensor.detach().requires_grad_()
         self.targets = [self._aliases.get(id(tensor), tensor) for tensor in self.tensors]
-        self._nodes = {edge_of(target).node: k for k, target in enumerate(self.targets)}
+        self.edges = [edge_of(target) for target in self.targets]
         self._versions = [tensor._version for tensor in self.tensors]
 
     def changed(self) -> list[str]:
@@ -176,7 +181,7 @@ class Captured:
 
     def _depends(self, tensor: torch.Tensor) -> bool:
         assert tensor.grad_fn is not None
-        others = set(self._nodes) - {tensor.grad_fn}
+        others = {edge.node for edge in self.edges} - {tensor.grad_fn}
         seen: set[Node] = set()
         stack: list[Node] = [tensor.grad_fn]
         while stack:
@@ -187,11 +192,6 @@ class Captured:
                 seen.add(node)
                 stack += [below for below, _ in node.next_functions if below is not None]
         return False
-
-    @property
-    def nodes(self) -> set[Node]:
-        """Where the captured tensors' gradients arrive."""
-        return set(self._nodes)
 
     def in_place_of(self, others: dict[int, torch.Tensor] | None = None) -> Any:
         """Inside, aliases (or `others`, by the identity of what they replace) stand in for dependent tensors."""

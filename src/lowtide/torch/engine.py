@@ -28,7 +28,7 @@ from lowtide.torch.pullback import LoopParts, Pullback
 from lowtide.torch.repeats import Repeats
 from lowtide.torch.shared import Shared
 from lowtide.torch.stepping import Stepper
-from lowtide.torch.walk import Walk, nodes_of
+from lowtide.torch.walk import Walk, edge_set
 
 
 class Engine:
@@ -61,7 +61,7 @@ class Engine:
         self.first_flags: list[bool] = []  # which positions of the state before step 0 have a gradient
         self.plan_actions: Callable[[], Iterator[Action]] = lambda: iter(())
         self._repeats = Repeats(always=check_rerun is True, never=check_rerun is None)
-        self._walk = Walk(always=check_rerun is True)
+        self.walk = Walk(always=check_rerun is True)
         self.shared = Shared()
         self._loop = LoopParts(inputs, outputs, self.captured, self.profile, self.shared)
 
@@ -75,6 +75,7 @@ class Engine:
 
         self._snapshots: dict[int, Snapshot] = {}
         self._pieces: list[Piece] = []
+        self.probing = True  # until it is known what belongs to the state
         self._put_already = 0
         self._sweeping = True
         self._draws = False
@@ -100,8 +101,7 @@ class Engine:
     def backward(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Play the rest; gives the gradients of the differentiable start, the inputs and what is captured, in a row."""
         actions, self._pending = self._pending, None
-        x_grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in self.inputs.differentiable]
-        self._pullback = pullback = self.pullback(grads, x_grads)
+        self._pullback = pullback = self.pullback(grads, self.inputs.differentiable)
         aside = self.random.aside() if self._draws else nullcontext()
         with self.ambient.again(), self.hidden.aside(), aside, recording.recomputing():
             try:
@@ -116,7 +116,7 @@ class Engine:
                 self._pullback = None
         self.progress = None  # a second backward is not progress
         starts = [g for g, flag in zip(pullback.state, self.first_flags, strict=True) if flag]
-        return [*starts, *x_grads, *pullback.captured]
+        return [*starts, *pullback.xs(), *pullback.captured]
 
     def _play(self, action: Action) -> None:
         match action:
@@ -133,9 +133,9 @@ class Engine:
             case Backward(start, _):
                 self._pull(start)
 
-    def pullback(self, grads: list[torch.Tensor | None], x_grads: list[torch.Tensor]) -> Pullback:
-        """A backward that begins with these cotangents of outputs and final state."""
-        return Pullback(self._loop, self.length, self._position_names, grads, x_grads)
+    def pullback(self, grads: list[torch.Tensor | None], xs: list[torch.Tensor]) -> Pullback:
+        """A backward that begins with these cotangents of outputs and final state, for these inputs."""
+        return Pullback(self._loop, self.length, self._position_names, grads, xs)
 
     def _pull(self, start: int) -> None:
         assert self._pullback is not None
@@ -201,7 +201,9 @@ class Engine:
     def detach_state(self) -> None:
         """Cut the current state off the graph that made it."""
         before = self.state()
-        self._set_carry([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves])
+        # A tensor that sits in several places stays one tensor.
+        detached = {id(leaf): leaf.detach() for leaf in self.leaves if isinstance(leaf, torch.Tensor)}
+        self._set_carry([detached.get(id(leaf), leaf) for leaf in self.leaves])
         self.hidden.replace([leaf.detach() if has_gradient(leaf) else leaf for leaf in self.hidden.leaves()])
         self.shared.moved(before, self.state())
 
@@ -212,8 +214,11 @@ class Engine:
         if len(flags) != len(self.leaves) + len(hidden):  # hidden state of another form than usual
             flags = [True] * len(self.leaves) + [not changed for changed in self.hidden.in_place()]
         starts: list[torch.Tensor | None] = []
+        roots: dict[int, torch.Tensor] = {}
         for leaf, flag in zip((*self.leaves, *hidden), flags, strict=True):
-            starts.append(leaf.detach().requires_grad_() if flag and is_differentiable(leaf) else None)
+            if flag and is_differentiable(leaf) and id(leaf) not in roots:
+                roots[id(leaf)] = leaf.detach().requires_grad_()
+            starts.append(roots.get(id(leaf)))
         count = len(self.leaves)
         self._set_carry([old if new is None else new for old, new in zip(self.leaves, starts[:count], strict=True)])
         if any(start is not None for start in starts[count:]):
@@ -242,11 +247,13 @@ class Engine:
     def advance_without(self, start: int, stop: int) -> list[Any]:
         """Run steps [start, stop) without grad; gives the leaves of the last one's output."""
         f, carry, always, stays = self.stepper.f, self.carry, self._repeats.always, self.shared.stays
-        versions = self.stepper.versions(self.leaves)
+        watch = self.stepper.watching(self.leaves) if self._sweeping else None
         k, take = start, self._take if self._sweeping else None
         try:
             for x in self.inputs.rows(start, stop):
                 carry, y = f(carry, x)
+                if watch is not None:
+                    watch(k, carry)
                 if take is not None:
                     take(k, y)
                 if stays:
@@ -258,8 +265,6 @@ class Engine:
         except Exception:
             self._find_bad_carry(carry)  # was it because of what the step before returned?
             raise
-        if not always:
-            self.stepper.check_versions(start, self.leaves, versions)
         self._find_bad_carry(carry)
         self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
         outputs = self.outputs.leaves(stop - 1, y)
@@ -374,7 +379,8 @@ class Engine:
         with torch.enable_grad(), self.captured.in_place_of():
             since = now() if onto is None else onto.since
             starts = self.root_state(start) if onto is None else onto.starts
-            walk, f, k, carry, last = self._walk, self.stepper.f, start, self.carry, self.length - 1
+            watch = self.stepper.watching(self.leaves) if put and not careful else None
+            walk, f, k, carry, last = self.walk, self.stepper.f, start, self.carry, self.length - 1
             mark = now()
             for x in self.inputs.rows(start, stop, xs):
                 ends = walk.ends(self, k, carry, xs) if walk.due(k, last) and not careful else None
@@ -382,6 +388,8 @@ class Engine:
                     carry, self.leaves, y = self.stepper.run(k, carry, self.leaves, x)
                 else:
                     carry, y = f(carry, x)
+                    if watch is not None:
+                        watch(k, carry)
                 if short and outputs:
                     if y.requires_grad:
                         outputs[0].append((k, edge_of(y)))
@@ -391,7 +399,7 @@ class Engine:
                         self.shared.ran(k, leaves)
                     if put:
                         self.put(k, leaves)
-                    if always:
+                    if always and not self.probing:
                         self.leaves = self.stepper.leaves(k, carry)
                         self._note_repeat(k + 1, leaves)
                     if not outputs:
@@ -402,7 +410,7 @@ class Engine:
                 began, mark = mark, now()
                 if (ends is not None or mark - began not in walk.node_counts) and not careful:
                     if ends is None:  # not foreseen: all the way back to where the piece began
-                        ends, began = nodes_of([*starts, *xs]), since
+                        ends, began = edge_set([*starts, *xs]), since
                     walk.check(self, k, carry, self.outputs.leaves(k, y), ends, began)
                     walk.node_counts.add(mark - began)
                 k += 1
@@ -419,11 +427,15 @@ class Engine:
         carry = [leaf for leaf in self.stepper.init if has_gradient(leaf)]
         return carry + [origin[1] for origin in self.hidden.origins() if origin is not None]
 
-    def final_flags(self) -> list[bool]:
-        """For each part of the final state, whether it has a gradient."""
+    def result_flags(self) -> list[bool]:
+        """For each result of the outputs and each part of the final state, whether it has a gradient."""
         if not self._pieces:
-            return self.profile.state
+            return [*self.profile.outputs, *self.profile.state]
         last = self._pieces[-1]
         gradients = [bool(column) for column in last.outputs]
         self.profile.outputs[:] = [a or b for a, b in zip(self.profile.outputs, gradients, strict=True)]
-        return [edge is not None for edge in last.ends]
+        if self.outputs.only_last:
+            gradients = [bool(column) and column[-1][0] == self.length - 1 for column in last.outputs]
+        else:
+            gradients = self.profile.outputs
+        return [*gradients, *(edge is not None for edge in last.ends)]

@@ -28,8 +28,7 @@ class _Loop(torch.autograd.Function):
     def forward(ctx: Any, engine: Engine, box: list[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         finals = engine.sweep(engine.plan_actions())
         results = [*engine.outputs.results(), *finals]
-        finals_flags = engine.final_flags()
-        flags = [*engine.profile.outputs, *finals_flags]
+        flags = engine.result_flags()
         ctx.engine = engine
         ctx.tensor_places = [k for k, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
         ctx.total = len(results)

@@ -11,15 +11,17 @@ count: a counter or a list that grows is the user's business.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge
 
 from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.bits import checksum, same_bits
@@ -27,6 +29,8 @@ from lowtide.torch.capture import edge_of
 from lowtide.torch.slots import MISSING, Slot, Slots
 from lowtide.torch.trees import Form, FormError, Opaque, form_of
 
+# Leaves whose contents a step may change without assigning anything.
+_MUTABLE = (np.ndarray, set)
 # A container with more entries than this is data, not state.
 _MOST_ENTRIES = 1000
 
@@ -64,7 +68,7 @@ class _Record:
         self.copies = [_copied(leaf) for leaf in self.leaves] if in_module else self.leaves
         # Tensors with a history: where it ends, and a tensor that still has it when the step has changed this one.
         self.origins = [
-            (edge_of(leaf).node, leaf.view_as(leaf) if leaf is copy else leaf.clone())
+            (edge_of(leaf), leaf.view_as(leaf) if leaf is copy else leaf.clone())
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)
             else None
             for leaf, copy in zip(self.leaves, self.copies, strict=True)
@@ -88,7 +92,9 @@ class _Record:
         except FormError:
             return True
         rows = zip(leaves, self.leaves, self.copies, strict=True)
-        return not all(new is old or _same(new, copy) for new, old, copy in rows)
+        return not all(
+            _same(new, copy) if isinstance(new, _MUTABLE) else new is old or _same(new, copy) for new, old, copy in rows
+        )
 
     def snapshot(self) -> _Value:
         """The recorded value, as a snapshot holds it."""
@@ -100,6 +106,11 @@ class _Record:
             for leaf, copy in zip(self.leaves, self.copies, strict=True):
                 if isinstance(leaf, torch.Tensor) and leaf is not copy and not same_bits(leaf, copy):
                     leaf.detach().copy_(copy)
+                elif isinstance(leaf, np.ndarray):
+                    leaf[...] = copy
+                elif isinstance(leaf, set):
+                    leaf.clear()
+                    leaf.update(copy)
         _refill(self.value, self.form.unflatten(self.leaves))
         slot.set(self.value)
 
@@ -150,6 +161,7 @@ class Hidden:
         self._named = tuple(named)
         self._steady: list[_Steady] = []
         self._carried: list[_Carried] = []
+        self._training: list[tuple[nn.Module, bool]] = []  # the mode that each module ran in
         self._slots = Slots(roots, self._meet)
 
     def _meet(self, slot: Slot) -> None:
@@ -161,6 +173,16 @@ class Hidden:
     def parameters(self) -> dict[int, str]:
         """Names of the parameters of all modules that take part, by identity."""
         return self._slots.parameters
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Tensors that the step refers to."""
+        return self._slots.tensors
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Random generators that the step refers to."""
+        return self._slots.generators
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -189,12 +211,20 @@ class Hidden:
                     "a new tensor instead, or pass it as part of the carry"
                 )
             wanted = any(slot.label == name or slot.label.endswith(f".{name}") for name in self._named)
-            if wanted or in_place or (record.differs(value) and _counts(slot, record, value)):
-                self._carried.append(_Carried(slot, in_place or wanted, record, _Record(value, in_module=True)))
+            differs = record.differs(value)
+            if differs and not slot.in_module and not _counts(slot, record, value) and _leaks(record, value):
+                raise CheckpointError(
+                    f"the step puts tensors with a gradient into {slot.label}, through which it would be lost; return "
+                    "them as outputs instead, or put them there detached"
+                )
+            if wanted or in_place or (differs and _counts(slot, record, value)):
+                mutable = any(isinstance(leaf, _MUTABLE) for leaf in _opened(value)[1])
+                kept = _Record(value, in_module=True)
+                self._carried.append(_Carried(slot, in_place or wanted or mutable, record, kept))
                 for state in earlier:
                     state.values.append(record.snapshot())
 
-    def origins(self) -> list[tuple[Node, torch.Tensor] | None]:
+    def origins(self) -> list[tuple[GradientEdge, torch.Tensor] | None]:
         """For each leaf of the carried slots before the first step, where its history ends and a tensor that has it."""
         return [origin for entry in self._carried if entry.start is not None for origin in entry.start.origins]
 
@@ -213,6 +243,7 @@ class Hidden:
         self._records = {slot: record for slot, record in self._records.items() if slot in carried}
         for entry in self._carried:
             entry.latest = None
+        self._training = [(module, module.training) for module in self.modules]
 
     def strays(self) -> list[str]:
         """Names of slots that have changed since `settle` without being carried."""
@@ -273,13 +304,18 @@ class Hidden:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, the slots may be written at will; afterwards they hold the objects they held before."""
+        """Inside, slots may be written at will and modules are in the mode they ran in; afterwards all is as before."""
         held = [entry.slot.get() for entry in self._carried]
+        modes = [(module, module.training) for module, _ in self._training]
+        for module, training in self._training:
+            module.training = training
         try:
             yield
         finally:
             for entry, value in zip(self._carried, held, strict=True):
                 entry.slot.set(value)
+            for module, training in modes:
+                module.training = training
 
     def undo(self) -> None:
         """Put every recorded slot back as it was before the first step.
@@ -306,9 +342,14 @@ class Hidden:
 
 
 def _opened(value: Any) -> tuple[Form, list[Any]]:
-    large = isinstance(value, list | tuple | dict) and len(value) > _MOST_ENTRIES
+    large = isinstance(value, list | tuple | dict) and len(value) > _MOST_ENTRIES and not _begins_with_tensors(value)
     form = Opaque() if large or value is MISSING else form_of(value)
     return form, form.flatten(value)
+
+
+def _begins_with_tensors(container: Any) -> bool:
+    entries = container.values() if isinstance(container, dict) else container
+    return any(isinstance(entry, torch.Tensor) for entry in islice(entries, 3))
 
 
 def _versions(leaves: list[Any]) -> list[int]:
@@ -318,26 +359,32 @@ def _versions(leaves: list[Any]) -> list[int]:
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
         return leaf.detach().clone()
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    return leaf.copy() if isinstance(leaf, _MUTABLE) else leaf
 
 
 def _same(new: Any, old: Any) -> bool:
     """Whether a leaf that is another object holds the same value. Tensors never do: they were assigned on purpose."""
     if isinstance(new, np.ndarray) and isinstance(old, np.ndarray):
         return bool(np.array_equal(new, old))
+    if isinstance(new, set):
+        return bool(new == old)
     if isinstance(new, bool | int | float | complex | str | bytes):
         return type(new) is type(old) and bool(new == old or new != new)
     return False
 
 
 def _refill(container: Any, rebuilt: Any) -> bool:
-    """Give a dict or a list the contents of another and stay the same object; False for anything else."""
+    """Give a dict, a list or a deque the contents of another and stay the same object; False for anything else."""
     if isinstance(container, dict):
         container.clear()
         container.update(rebuilt)
         return True
     if isinstance(container, list):
         container[:] = rebuilt
+        return True
+    if isinstance(container, deque):
+        container.clear()
+        container.extend(rebuilt)
         return True
     return False
 
@@ -351,6 +398,15 @@ def _counts(slot: Slot, record: _Record, value: Any) -> bool:
     leaves = _opened(value)[1]
     has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     return has_tensors and (len(leaves) == len(record.leaves) or record.value is None)
+
+
+def _leaks(record: _Record, value: Any) -> bool:
+    """Whether a variable of the user's own now holds a tensor with a gradient that it did not hold before."""
+    before = {id(leaf) for leaf in record.leaves}
+    return any(
+        isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and id(leaf) not in before
+        for leaf in _opened(value)[1]
+    )
 
 
 def _digest(leaves: list[Any], in_module: bool) -> list[Any]:

@@ -261,12 +261,13 @@ def _nothing(loop: Loop, stepper: Stepper, outputs: Outputs) -> Any:
 
 
 def _engine(loop: Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) -> Engine:
+    hidden = Hidden((loop.target, *(loop.fold or ())), extras.hidden)
     return Engine(
         Stepper(loop.step(loop.target), loop.begin()),
         loop.inputs,
         loop.outputs(),
-        Hidden((loop.target, *(loop.fold or ())), extras.hidden),
-        Randomness(extras.generators),
+        hidden,
+        Randomness((*extras.generators, *hidden.generators)),
         Ambient(extras.contexts),
         progress=progress(pbar, loop.inputs.length, with_backward=True),
         check_rerun=extras.check_rerun,
@@ -294,15 +295,17 @@ def _checkpointed(loop: Loop, knob: Knob, extras: _Extras, pbar: Any, advance_wi
     return loop.result(engine.stepper.form.unflatten(finals[:count]), engine.outputs.finish(results))
 
 
-def _probe(engine: Engine, knob: Knob, extras: _Extras) -> Costs | None:
+def _probe(engine: Engine, knob: Knob, extras: _Extras, *, measure: bool = False) -> Costs | None:
+    """Run the first steps; with `measure`, for a plan that is to be looked at."""
     budget = None
     if knob.budget is not None:
         budget = parse_budget(knob.budget, 2**60)  # a share of all tapes keeps the first one for now
     return probe(
         engine,
         captures=extras.captures,
-        costs=knob.needs_costs(),
-        pulls=knob.budget is not None,
+        costs=measure or knob.needs_costs(),
+        pulls=measure or knob.budget is not None,
+        times=measure,
         budget=budget,
         keep=knob.keeps_first_tape(engine.length),
     )
@@ -330,7 +333,7 @@ def _planned(loop: Loop, knob: Knob, hidden: tuple[str, ...]) -> Plan:
     engine = _engine(loop, extras, None, advance_with_grad=False)
     try:
         with torch.enable_grad(), recording.recomputing():
-            costs = probe(engine, captures=(), costs=True, pulls=True, times=True, budget=None, keep=False)
+            costs = _probe(engine, knob, extras, measure=True)
         recording.count(probe=len(engine.ahead))
         return knob.choose(costs, loop.inputs.length)
     finally:

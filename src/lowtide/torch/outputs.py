@@ -26,6 +26,8 @@ class Outputs:
 
     # Whether a step's output is used where it is made (a running sum), or after the whole loop (a stack).
     in_step_order = False
+    # Whether the last step's output is all that counts.
+    only_last = False
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -196,6 +198,8 @@ class Sums(Outputs):
 
 class Last(Outputs):
     """The last step's output alone."""
+
+    only_last = True
 
     def fresh(self) -> Outputs:
         """See `Outputs`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from lowtide.torch.ambient import Mark
 from lowtide.torch.capture import edge_of
@@ -38,10 +38,10 @@ class Piece:
     outputs: list[list[tuple[int, GradientEdge]]]  # for each output leaf, (step, where its cotangent enters)
     xs: list[torch.Tensor]  # each step's own inputs in a row
 
-    def roots(self) -> list[Node]:
-        """Every node where a gradient may enter."""
+    def roots(self) -> list[GradientEdge]:
+        """Wherever a gradient may enter."""
         edges = [edge for edge in self.ends if edge is not None]
-        return [edge.node for edge in edges] + [edge.node for column in self.outputs for _, edge in column]
+        return edges + [edge for column in self.outputs for _, edge in column]
 
 
 @dataclass(slots=True)

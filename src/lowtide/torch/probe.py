@@ -27,6 +27,7 @@ from lowtide.torch.capture import Watch, edge_of, now
 from lowtide.torch.engine import Engine
 from lowtide.torch.measure import Memory, storage_bytes, watching
 from lowtide.torch.pieces import Piece, Snapshot, edges_of, has_gradient
+from lowtide.torch.walk import edge_set
 
 # Gradients may need a few steps to reach every part of the state; a longer delay is found out later, and refused.
 _MOST_STEPS = 16
@@ -149,7 +150,9 @@ def probe(
             piece = _first(engine, captures, meter)
         engine.put(0, engine.last_output)
         if budget is not None and meter is not None:
-            keep = engine.length * meter.memory.now <= budget
+            # Everything must fit with room to spare, because a tape that is kept makes the step look more costly.
+            room = 8 * (meter.memory.now + mark_bytes(engine.random.mark(), engine.random.start))
+            keep = engine.length * meter.memory.now + room <= budget
         engine.ahead.append((engine.begin, piece if keep else None))
         before = engine.begin.all_leaves()
         k, settled = 1, False
@@ -172,6 +175,7 @@ def probe(
     engine.detach_state()
     engine.hidden.settle()
     engine.shared.settle()
+    engine.probing = False
     return measured
 
 
@@ -202,10 +206,12 @@ def _first(engine: Engine, captures: tuple[torch.Tensor, ...], meter: _Meter | N
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
                 captured.add(parameter, hidden.parameters[id(parameter)])
-    given = {edge_of(leaf).node for leaf in (*piece.starts, *piece.xs) if leaf is not None}
+    given = edge_set([*piece.starts, *piece.xs])
     given.update(origin[0] for origin in origins if origin is not None)
     captured.learn(piece.roots(), given, since, watch)
     captured.settle()
+    if any(edge_of(tensor) not in captured.edges for tensor in hidden.tensors if tensor.requires_grad):
+        engine.walk.always()  # the step refers to a tensor that it may use later, and then its gradient would be lost
 
     _learn(engine, piece)
     # A graph that runs on into what was there before cannot serve as a tape.
@@ -265,7 +271,8 @@ def _costs(
     loose = state - kept_state  # the part of a state that no tape holds
     cotangent = storage_bytes([leaf for leaf, flag in zip(after, engine.profile.state, strict=False) if flag])
     start = storage_bytes([t for t in engine.begin.hidden.leaves() if isinstance(t, torch.Tensor)])
-    start += max((checksum_bytes(t) for t in (*new, *outputs)), default=0)
+    # A checksum is made when a step has run, beside its state but not beside what it needed while it ran.
+    checking = max((checksum_bytes(t) for t in (*new, *outputs)), default=0)
     slack = tape - saved - kept_state
     largest = max((t.nbytes for t in engine.captured.targets), default=0)
     pulled, backward = 0, 2 * meter.forward
@@ -274,12 +281,14 @@ def _costs(
     seconds = (meter.forward, backward) if times else (1.0, 2.0)
 
     def chain(several: bool) -> Chain:
-        pieces = several + keep  # a probe's tape that is kept has a start of its own
-        taping = (1 + pieces) * loose + meter.taped - saved - slack
+        # Several steps: a start, the current state, and the start of a probe's tape if that is kept.
+        taping = (1 + 2 * several) * loose + meter.taped - saved - slack
         # Sums are added to out of place: the sum so far, what is added, and the new sum are there at once.
         pulling = pulled + (1 + several) * largest + loose + twice - slack if pulled else 0
         working = Working(
-            advance=state + meter.taped + start, tape=max(0, taping) + start, backward=max(0, pulling) + start
+            advance=state + max(meter.taped, checking) + start,
+            tape=max(0, taping, checking + loose) + start,
+            backward=max(0, pulling) + start,
         )
         cost = StepCost(max(state, 1), tape, *seconds, cotangent=cotangent, working=working)
         return Chain.equal(cost, engine.length)

@@ -93,6 +93,8 @@ class Slots:
         self._owners: list[tuple[dict[str, Any], str, bool]] = []
         self._modules: dict[int, nn.Module] = {}
         self.parameters: dict[int, str] = {}
+        self.generators: list[torch.Generator] = []
+        self.tensors: list[torch.Tensor] = []
         seen: set[int] = set()
         for root in roots:
             self._find(root, "", seen)
@@ -130,6 +132,10 @@ class Slots:
         seen.add(id(thing))
         if isinstance(thing, nn.Module):
             self._see_module(thing, label or type(thing).__name__)
+        elif isinstance(thing, torch.Generator):
+            self.generators.append(thing)
+        elif isinstance(thing, torch.Tensor):
+            self.tensors.append(thing)
         elif isinstance(thing, tuple | list):
             for part in thing[:100]:
                 self._find(part, label, seen)
@@ -166,6 +172,7 @@ class Slots:
             self._modules[id(child)] = child
             self._see_mapping(child._buffers, path, in_module=True)
             self._see_mapping(vars(child), path, in_module=True)
+            self.generators += [value for value in vars(child).values() if isinstance(value, torch.Generator)]
             for name, parameter in child.named_parameters(recurse=False):
                 self.parameters.setdefault(id(parameter), f"{path}.{name}")
 

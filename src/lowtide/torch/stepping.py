@@ -38,8 +38,33 @@ class Stepper:
 
     def check_versions(self, k: int, leaves: list[Any], versions: list[int]) -> None:
         """Refuse step k if it changed what it got."""
-        for place, version in zip(self._tensors, versions, strict=True):
-            if leaves[place]._version != version:
+        held = [leaves[place] for place in self._tensors]
+        if [tensor._version for tensor in held] != versions:
+            self._changed(k, held, versions)
+
+    def watching(self, leaves: list[Any]) -> Callable[[int, Any], None] | None:
+        """A quick check, to be called with each new carry: were the tensors of the one before changed in place."""
+        if not self._tensors:
+            return None
+        held = [leaves[place] for place in self._tensors]
+        versions = [tensor._version for tensor in held]
+
+        def watch(k: int, carry: Any) -> None:
+            nonlocal held, versions
+            if [tensor._version for tensor in held] != versions:
+                self._changed(k, held, versions)
+            try:
+                leaves = self.form.flatten(carry)
+                held = [leaves[place] for place in self._tensors]
+                versions = [tensor._version for tensor in held]
+            except (FormError, AttributeError):
+                self.leaves(k, carry)  # says what is wrong
+
+        return watch
+
+    def _changed(self, k: int, held: list[torch.Tensor], versions: list[int]) -> None:
+        for place, tensor, version in zip(self._tensors, held, versions, strict=True):
+            if tensor._version != version:
                 raise InputError(
                     f"step {k:,} changed {self.names[place]} in place; snapshots hold that tensor, so make a new one "
                     "(h = h + x, not h += x), or begin the step with a clone"

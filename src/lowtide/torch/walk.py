@@ -6,7 +6,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.capture import edge_of, strangers
@@ -28,24 +28,31 @@ class Walk:
     EVERY = 64
 
     def __init__(self, always: bool) -> None:
+        self._turn = next(_calls)
         self._every = 1 if always else self.EVERY
-        self._turn = next(_calls) % self._every
         self.node_counts: set[int] = set()
+
+    def always(self) -> None:
+        """Walk every step from here on."""
+        self._every = 1
 
     def due(self, k: int, last: int) -> bool:
         """Whether it is step k's turn; the last one's always is."""
-        return k % self._every == self._turn or k < 2 or k == last
+        return (k + self._turn) % self._every == 0 or k < 2 or k == last
 
-    def ends(self, engine: Engine, k: int, carry: Any, xs: list[torch.Tensor]) -> set[Node]:
+    def ends(self, engine: Engine, k: int, carry: Any, xs: list[torch.Tensor]) -> set[GradientEdge]:
         """Where the graph of step k, which is about to run from `carry`, may end."""
         given = xs[len(xs) - len(engine.inputs.differentiable) :]
         leaves = engine.stepper.leaves(k - 1, carry)
-        return nodes_of([*leaves, *engine.hidden.leaves(), *given])
+        return edge_set([*leaves, *engine.hidden.leaves(), *given])
 
-    def check(self, engine: Engine, k: int, carry: Any, outputs: list[Any], ends: set[Node], since: int) -> None:
+    def check(
+        self, engine: Engine, k: int, carry: Any, outputs: list[Any], ends: set[GradientEdge], since: int
+    ) -> None:
         """Refuse step k, which ran, if its graph since `since` reaches anything but `ends` and what is captured."""
-        roots = nodes_of([*engine.stepper.leaves(k, carry), *engine.hidden.leaves(), *outputs])
-        for node in strangers(roots, ends | engine.captured.nodes, since):
+        roots = edge_set([*engine.stepper.leaves(k, carry), *engine.hidden.leaves(), *outputs])
+        for edge in strangers(roots, ends.union(engine.captured.edges), since):
+            node = edge.node
             variable = getattr(node, "variable", None)
             what = "computed before the loop" if variable is None else f"of shape {tuple(variable.shape)}"
             raise CheckpointError(
@@ -54,6 +61,6 @@ class Walk:
             )
 
 
-def nodes_of(leaves: list[Any]) -> set[Node]:
-    """The nodes at which the leaves' gradients arrive."""
-    return {edge_of(leaf).node for leaf in leaves if has_gradient(leaf)}
+def edge_set(leaves: list[Any]) -> set[GradientEdge]:
+    """Where the leaves' gradients arrive."""
+    return {edge_of(leaf) for leaf in leaves if has_gradient(leaf)}

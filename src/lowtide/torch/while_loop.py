@@ -72,12 +72,13 @@ def checkpointed_while_loop(
         return init
     if not torch.is_grad_enabled() or recording.runs_plainly():
         return _plain(stepper, condition)
+    found = Hidden((body,), hidden)
     engine = Engine(
         stepper,
         Inputs(None, _NO_END, reverse=False),
         Outputs(_NO_END),
-        Hidden((body,), hidden),
-        Randomness(generators),
+        found,
+        Randomness((*generators, *found.generators)),
         Ambient(),
         check_rerun=check_rerun,
     )
