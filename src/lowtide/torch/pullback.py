@@ -139,7 +139,9 @@ class Pullback:
                 continue
             if self._entered:
                 entries = [entry for entry in entries if (m, entry[0]) not in self._entered]
-            entries = sorted(below.get(m, []), key=lambda entry: entry[0]) + entries
+            entries = below.get(m, []) + entries
+            if below or loop.inputs.place(0):  # a stack's order is that of places
+                entries = sorted(entries, key=lambda entry: loop.inputs.place(entry[0]))
             rows = loop.outputs.cotangents(grad, [loop.inputs.place(k) for k, _ in entries], last)
             for (_, edge), cotangent in zip(entries, rows, strict=True):
                 if cotangent is not None:
