@@ -393,8 +393,6 @@ def _counts(slot: Slot, record: _Record, value: Any) -> bool:
     """Whether a change is one of state: any in a module; elsewhere tensors that take the place of others."""
     if slot.in_module:
         return True
-    if value is MISSING:
-        return False
     leaves = _opened(value)[1]
     has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     return has_tensors and (len(leaves) == len(record.leaves) or record.value is None)
