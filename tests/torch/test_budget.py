@@ -130,3 +130,12 @@ def test_the_measured_peak_is_within_the_budget(case: Any, record_property: Call
     assert peak <= budget
     if plan.bill.plain_runs:
         assert used >= 0.7
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("share", [15, 40, 90])
+def test_a_share_of_all_tapes_is_a_budget_too(name: str, share: int) -> None:
+    torch.manual_seed(0)
+    step, init, _ = MODELS[name](24, 16)
+    chain = lt.plan_scan(step, init, torch.randn(120, 16, 6), base=1).chain
+    assert measured(name, 24, 16, 120, f"{share}%", x_grads=False) <= chain.plain_tape * share // 100

@@ -17,7 +17,6 @@ import torch
 from lowtide.checks import whole_number
 from lowtide.errors import InputError, LowtideError
 from lowtide.plan import Plan
-from lowtide.sizes import parse_budget
 from lowtide.torch import function, recording
 from lowtide.torch.ambient import Ambient, Randomness
 from lowtide.torch.compiling import use_compiled
@@ -297,16 +296,13 @@ def _checkpointed(loop: Loop, knob: Knob, extras: _Extras, pbar: Any, advance_wi
 
 def _probe(engine: Engine, knob: Knob, extras: _Extras, *, measure: bool = False) -> Costs | None:
     """Run the first steps; with `measure`, for a plan that is to be looked at."""
-    budget = None
-    if knob.budget is not None:
-        budget = parse_budget(knob.budget, 2**60)  # a share of all tapes keeps the first one for now
     return probe(
         engine,
         captures=extras.captures,
         costs=measure or knob.needs_costs(),
         pulls=measure or knob.budget is not None,
         times=measure,
-        budget=budget,
+        budget=knob.budget,
         keep=knob.keeps_first_tape(engine.length),
     )
 

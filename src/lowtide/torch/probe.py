@@ -21,6 +21,7 @@ from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Knob, Plan
 from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.revolve import Revolve, least_with_slots, slots_within
+from lowtide.sizes import parse_budget
 from lowtide.torch.ambient import mark_bytes
 from lowtide.torch.bits import checksum_bytes
 from lowtide.torch.capture import Watch, edge_of, now
@@ -126,7 +127,7 @@ def probe(
     costs: bool,
     pulls: bool,
     times: bool = False,
-    budget: int | None,
+    budget: int | str | None,
     keep: bool,
     goes_on: Callable[[int], bool] | None = None,
 ) -> Costs | None:
@@ -152,7 +153,8 @@ def probe(
         if budget is not None and meter is not None:
             # Everything must fit with room to spare, because a tape that is kept makes the step look more costly.
             room = 8 * (meter.memory.now + mark_bytes(engine.random.mark(), engine.random.start))
-            keep = engine.length * meter.memory.now + room <= budget
+            tapes = engine.length * meter.memory.now
+            keep = tapes + room <= parse_budget(budget, max(1, tapes))
         engine.ahead.append((engine.begin, piece if keep else None))
         before = engine.begin.all_leaves()
         k, settled = 1, False
@@ -306,7 +308,7 @@ def _pairs(before: list[Any], after: list[Any]) -> Iterator[tuple[Any, torch.Ten
 
 def _pulled(engine: Engine, meter: _Meter, piece: Piece, after: list[Any], *, keep: bool) -> tuple[int, float]:
     """Bytes, cotangents included, and seconds of pulling a step back; with zeros, which are as large as any."""
-    before = meter.memory.now
+    before, worst = meter.memory.now, meter.memory.peak
     meter.memory.restart_peak()
     began = perf_counter()
     with watching(meter.memory):
@@ -316,6 +318,7 @@ def _pulled(engine: Engine, meter: _Meter, piece: Piece, after: list[Any], *, ke
         del grads
         pullback.pull(piece, keep=keep)
         peak = meter.memory.peak - before
+    meter.memory.peak = max(meter.memory.peak, worst)  # what finding out took includes what came before
     return peak, perf_counter() - began
 
 
