@@ -11,7 +11,7 @@ import torch
 
 import lowtide.torch as lt
 from lowtide import InputError
-from lowtide.torch.progress import progress
+from lowtide.progress import progress
 
 LENGTH = 30
 KNOBS: dict[str, dict[str, Any]] = {

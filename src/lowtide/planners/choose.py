@@ -12,6 +12,7 @@ from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Knob, Plan, Schedule
 from lowtide.planners import hetero
 from lowtide.planners.revolve import Revolve
+from lowtide.planners.rooms import rooms_of_one_sweep, rooms_within
 from lowtide.planners.sweep import Base, least_sweep
 from lowtide.planners.tiers import two_tiers
 from lowtide.planners.uniform import Uniform, one_sweep_memory, uniform_least, uniform_within
@@ -25,6 +26,7 @@ def choose(
     checkpoints: int | None = None,
     base: int | None = None,
     disk: Disk | None = None,
+    rooms: bool = False,
 ) -> Plan:
     """The cheapest plan for `chain` that keeps the knob.
 
@@ -34,6 +36,7 @@ def choose(
         checkpoints: at most so many snapshots, the initial state among them, and one step of tape.
         base: a snapshot every so many steps, and so many steps of tape.
         disk: a second tier for snapshots; goes with `budget` and equal steps, which are then taped whole.
+        rooms: snapshots and tape have a room of fixed size each, as in a compiled program; for equal steps.
 
     Raises:
         InputError: two knobs at once, or one that is not a number of its kind.
@@ -45,6 +48,11 @@ def choose(
         raise InputError(f"{' and '.join(turned)} are two knobs; give one of budget, checkpoints and base, or none")
     if disk is not None and (budget is None or not chain.is_equal):
         raise InputError("disk goes with budget= and a chain of equal steps; give both, or leave disk out")
+    if rooms and (disk is not None or not chain.is_equal):
+        raise InputError("rooms goes with a chain of equal steps and without disk; leave one of them out")
+    if budget is not None and rooms:
+        bytes_ = parse_budget(budget, chain.plain_tape)
+        return Plan.make(chain, Knob("budget", bytes_), rooms_within(chain, bytes_))
     if budget is not None:
         return _within(chain, parse_budget(budget, chain.plain_tape), disk)
     if checkpoints is not None:
@@ -56,6 +64,8 @@ def choose(
         return Plan.make(chain, Knob("base", every), Base(every))
     if not chain.is_equal:
         return Plan.make(chain, Knob("none"), least_sweep(chain))
+    if rooms:
+        return Plan.make(chain, Knob("none"), rooms_of_one_sweep(chain))
     step, length = chain[0], len(chain)
     memories = [one_sweep_memory(step.state, entry.tape, length) for entry in step.menu]
     option = min(range(len(memories)), key=memories.__getitem__)

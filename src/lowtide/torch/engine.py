@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
+from lowtide.progress import Progress
 from lowtide.torch import recording
 from lowtide.torch.ambient import Ambient, Randomness
 from lowtide.torch.capture import Captured, edge_of, now
@@ -23,7 +24,6 @@ from lowtide.torch.hidden import Hidden, HiddenState
 from lowtide.torch.inputs import Inputs
 from lowtide.torch.outputs import Outputs
 from lowtide.torch.pieces import Piece, Profile, Snapshot, edges_of, has_gradient, is_differentiable
-from lowtide.torch.progress import Progress
 from lowtide.torch.pullback import LoopParts, Pullback
 from lowtide.torch.repeats import Repeats
 from lowtide.torch.shared import Shared

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.errors import FunctionError, InputError
+from lowtide.errors import FunctionError
+from lowtide.folds import Fold, Reduce, fold_of
 from lowtide.torch.inputs import Inputs
 from lowtide.torch.outputs import Outputs, outputs_for
 from lowtide.torch.stepping import StepFunction
-
-Reduce = str | tuple[Any, Callable[[Any, Any], Any]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +57,6 @@ class Loop:
         return (carry, ys) if self.fold is None else (carry[0], carry[1])
 
     @property
-    def fold(self) -> tuple[Any, Callable[[Any, Any], Any]] | None:
+    def fold(self) -> Fold | None:
         """The initial value and the function of a fold of the user's own."""
-        if self.reduce is None or isinstance(self.reduce, str):
-            return None
-        if not isinstance(self.reduce, tuple | list) or len(self.reduce) != 2 or not callable(self.reduce[1]):
-            raise InputError(
-                f'reduce={self.reduce!r}: give "mean", "sum", "last", or (init, fold) with a function '
-                "fold(acc, y) -> acc"
-            )
-        return self.reduce
+        return fold_of(self.reduce)

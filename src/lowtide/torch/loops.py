@@ -16,18 +16,19 @@ import torch
 
 from lowtide.checks import whole_number
 from lowtide.errors import InputError, LowtideError
+from lowtide.folds import Reduce, refuse_reducing_nothing
+from lowtide.knobs import Knobs
 from lowtide.plan import Plan
+from lowtide.progress import progress
 from lowtide.torch import function, recording
 from lowtide.torch.ambient import Ambient, Randomness
 from lowtide.torch.compiling import use_compiled
 from lowtide.torch.engine import Engine
 from lowtide.torch.hidden import Hidden
 from lowtide.torch.inputs import Inputs
-from lowtide.torch.knob import Knob
-from lowtide.torch.loop import Loop, Reduce
+from lowtide.torch.loop import Loop
 from lowtide.torch.outputs import Outputs
 from lowtide.torch.probe import Costs, probe
-from lowtide.torch.progress import progress
 from lowtide.torch.stepping import StepFunction, Stepper
 from lowtide.torch.strays import refuse_strays
 from lowtide.torch.trees import form_of
@@ -128,7 +129,7 @@ def checkpointed_scan(
             it; a first step that differentiates something or registers a hook turns this on by itself.
     """
     whole_number(unroll, "unroll", least=1)
-    knob = Knob(base, checkpoints, budget, plan)
+    knob = Knobs(base, checkpoints, budget, plan)
     loop = Loop(f, True, init, Inputs(xs, length, reverse), reduce)
     extras = _Extras(check_rerun, compile, tuple(generators), tuple(contexts), tuple(captures), tuple(hidden))
     return _checkpointed(loop, knob, extras, pbar, advance_with_grad)
@@ -159,7 +160,7 @@ def checkpointed_for_loop(
     The arguments are those of `checkpointed_scan`.
     """
     whole_number(unroll, "unroll", least=1)
-    knob = Knob(base, checkpoints, budget, plan)
+    knob = Knobs(base, checkpoints, budget, plan)
     extras = _Extras(check_rerun, compile, tuple(generators), tuple(contexts), tuple(captures), tuple(hidden))
     return _checkpointed(_without_carry(f, xs, length, reverse, reduce), knob, extras, pbar, advance_with_grad)[1]
 
@@ -178,7 +179,7 @@ def plan_scan(
     hidden: Iterable[str] = (),
 ) -> Plan:
     """The plan that `checkpointed_scan` would follow. Runs the first steps to measure them and leaves no trace."""
-    knob = Knob(base, checkpoints, budget, None)
+    knob = Knobs(base, checkpoints, budget, None)
     return _planned(Loop(f, True, init, Inputs(xs, length, reverse), reduce), knob, tuple(hidden))
 
 
@@ -194,7 +195,7 @@ def plan_for_loop(
     hidden: Iterable[str] = (),
 ) -> Plan:
     """The plan that `checkpointed_for_loop` would follow. Runs the first steps to measure them and leaves no trace."""
-    knob = Knob(base, checkpoints, budget, None)
+    knob = Knobs(base, checkpoints, budget, None)
     return _planned(_without_carry(f, xs, length, reverse, reduce), knob, tuple(hidden))
 
 
@@ -239,8 +240,7 @@ def _nothing(loop: Loop, stepper: Stepper, outputs: Outputs) -> Any:
     """The outputs of no steps: shapes come from running one on zeros and undoing it."""
     if loop.fold is not None:
         return None
-    if loop.reduce in ("mean", "last"):
-        raise InputError(f'reduce="{loop.reduce}" of no steps has no value; give at least one step')
+    refuse_reducing_nothing(loop.reduce)
     hidden, random = Hidden((loop.target,)), Randomness(())
     try:
         with torch.no_grad(), hidden.meeting_modules():
@@ -274,7 +274,7 @@ def _engine(loop: Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) -> 
     )
 
 
-def _checkpointed(loop: Loop, knob: Knob, extras: _Extras, pbar: Any, advance_with_grad: bool) -> tuple[Any, Any]:
+def _checkpointed(loop: Loop, knob: Knobs, extras: _Extras, pbar: Any, advance_with_grad: bool) -> tuple[Any, Any]:
     if not torch.is_grad_enabled() or loop.inputs.length == 0 or recording.runs_plainly():
         return _plain(loop, pbar)
     engine = _engine(loop, extras, pbar, advance_with_grad)
@@ -294,7 +294,7 @@ def _checkpointed(loop: Loop, knob: Knob, extras: _Extras, pbar: Any, advance_wi
     return loop.result(engine.stepper.form.unflatten(finals[:count]), engine.outputs.finish(results))
 
 
-def _probe(engine: Engine, knob: Knob, extras: _Extras, *, measure: bool = False) -> Costs | None:
+def _probe(engine: Engine, knob: Knobs, extras: _Extras, *, measure: bool = False) -> Costs | None:
     """Run the first steps; with `measure`, for a plan that is to be looked at."""
     return probe(
         engine,
@@ -307,7 +307,7 @@ def _probe(engine: Engine, knob: Knob, extras: _Extras, *, measure: bool = False
     )
 
 
-def _compile(engine: Engine, loop: Loop, knob: Knob, extras: _Extras) -> Plan:
+def _compile(engine: Engine, loop: Loop, knob: Knobs, extras: _Extras) -> Plan:
     """Probe the step as it is, undo that, and let the compiled step run from the start."""
     if knob.budget is not None:
         raise InputError(
@@ -322,7 +322,7 @@ def _compile(engine: Engine, loop: Loop, knob: Knob, extras: _Extras) -> Plan:
     return plan
 
 
-def _planned(loop: Loop, knob: Knob, hidden: tuple[str, ...]) -> Plan:
+def _planned(loop: Loop, knob: Knobs, hidden: tuple[str, ...]) -> Plan:
     extras = _Extras(hidden=hidden)
     if loop.inputs.length == 0:
         raise InputError("a loop of no steps needs no plan")

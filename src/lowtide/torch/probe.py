@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,6 +45,7 @@ class Costs:
     chain: Chain
     single: Chain
     peak: int
+    rooms: ClassVar[bool] = False  # tensors come and go: what one frees another may use
 
     @property
     def least(self) -> int:

@@ -1,8 +1,9 @@
-"""A progress bar that moves once for each step forward and once backward, never for reruns."""
+"""A progress bar that moves once for each step, and once backward where that can be seen, never for reruns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from lowtide.checks import whole_number
@@ -33,7 +34,13 @@ class _Tqdm:
 
 
 def progress(pbar: Any, length: int, *, with_backward: bool) -> Progress | None:
-    """The bar that `pbar` asks for.
+    """The bar that `pbar` asks for; see `bars`."""
+    make = bars(pbar, length, with_backward=with_backward)
+    return None if make is None else make()
+
+
+def bars(pbar: Any, length: int, *, with_backward: bool) -> Callable[[], Progress] | None:
+    """What makes the bar that `pbar` asks for, each time that the loop is run.
 
     None or False for none, True for a tqdm bar, a whole number for one that is drawn every so many steps, a string for
     one with that label, or an object with `update(n)`, which is used as it is.
@@ -41,14 +48,14 @@ def progress(pbar: Any, length: int, *, with_backward: bool) -> Progress | None:
     if pbar is None or pbar is False:
         return None
     if callable(getattr(pbar, "update", None)) and not isinstance(pbar, Mapping):
-        return pbar  # type: ignore[no-any-return]  # whatever has update(n) is a Progress
+        return lambda: pbar  # whatever has update(n) is a Progress
     total = length * (2 if with_backward else 1)
     if pbar is True:
-        return _Tqdm(total, 1, "steps")
+        return partial(_Tqdm, total, 1, "steps")
     if isinstance(pbar, str):
-        return _Tqdm(total, 1, pbar)
+        return partial(_Tqdm, total, 1, pbar)
     try:
-        return _Tqdm(total, whole_number(pbar, "pbar", least=1), "steps")
+        return partial(_Tqdm, total, whole_number(pbar, "pbar", least=1), "steps")
     except InputError:
         raise InputError(
             f"pbar={pbar!r}: give True, a whole number of steps, a label, or an object with update(n)"

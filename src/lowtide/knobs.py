@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from lowtide.chain import Chain, StepCost
 from lowtide.checks import whole_number
@@ -10,17 +11,32 @@ from lowtide.errors import InputError
 from lowtide.plan import Plan
 from lowtide.planners.choose import choose
 from lowtide.sizes import parse_budget
-from lowtide.torch.probe import Costs
+
+
+class Costs(Protocol):
+    """What a front end found a loop to cost."""
+
+    @property
+    def chain(self) -> Chain:
+        """The loop as a chain."""
+
+    @property
+    def rooms(self) -> bool:
+        """Whether snapshots and tape have rooms of fixed size; see `choose`."""
+
+    def within(self, budget: int) -> Plan:
+        """The plan with the fewest reruns that keeps the budget."""
 
 
 @dataclass(frozen=True, slots=True)
-class Knob:
-    """The one knob that was turned."""
+class Knobs:
+    """The knobs of a call, at most one of them turned."""
 
     base: int | None
     checkpoints: int | None
     budget: int | str | None
     plan: Plan | None
+    least_base: int = 1
 
     def __post_init__(self) -> None:
         given = {"base": self.base, "checkpoints": self.checkpoints, "budget": self.budget, "plan": self.plan}
@@ -30,7 +46,7 @@ class Knob:
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise InputError(f"plan={self.plan!r} is a {type(self.plan).__name__}; give what plan_scan returned")
         if self.base is not None:
-            whole_number(self.base, "base", least=1)
+            whole_number(self.base, "base", least=self.least_base)
         if self.checkpoints is not None:
             whole_number(self.checkpoints, "checkpoints", least=1)
         if self.budget is not None:
@@ -46,10 +62,11 @@ class Knob:
             if len(self.plan.chain) != length:
                 raise InputError(f"the plan is for {len(self.plan.chain):,} steps, the loop has {length:,}; plan again")
             return self.plan
-        if self.budget is not None and costs is not None:
+        if costs is None:
+            return choose(Chain.equal(StepCost(1, 1), length), base=self.base, checkpoints=self.checkpoints)
+        if self.budget is not None:
             return costs.within(parse_budget(self.budget, costs.chain.plain_tape))
-        chain = Chain.equal(StepCost(1, 1), length) if costs is None else costs.chain
-        return choose(chain, base=self.base, checkpoints=self.checkpoints)
+        return choose(costs.chain, base=self.base, checkpoints=self.checkpoints, rooms=costs.rooms)
 
     def keeps_first_tape(self, length: int) -> bool:
         """Whether the plan may begin by taping, as far as can be said before the costs are known."""

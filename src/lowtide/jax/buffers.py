@@ -1,0 +1,47 @@
+"""Rows of arrays that a loop writes and reads in place, one list entry for each leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from lowtide.jax.step import Leaves
+
+
+def zeros(aval: Any, *rows: int) -> Any:
+    """Zeros of a type, with leading axes for rows; spread over devices and mapped axes as the type says."""
+    shape = (*rows, *aval.shape)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        # Random keys: there is no zero, so an arbitrary key stands in.
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, aval.dtype))
+        blank = jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=aval.dtype._impl)
+    else:
+        blank = lax.full(shape, 0, aval.dtype)
+    varying = getattr(aval, "vma", None)
+    return lax.pcast(blank, tuple(varying), to="varying") if varying else blank
+
+
+def buffers(avals: Sequence[Any], rows: int) -> Leaves:
+    """Room for so many rows of each type."""
+    return [zeros(aval, rows) for aval in avals]
+
+
+def read(leaves: Sequence[Any], row: Any) -> Leaves:
+    """One row of each."""
+    return [lax.dynamic_index_in_dim(leaf, row, keepdims=False) for leaf in leaves]
+
+
+def write(leaves: Sequence[Any], row: Any, values: Sequence[Any]) -> Leaves:
+    """The same with one row replaced."""
+    pairs = zip(leaves, values, strict=True)
+    return [lax.dynamic_update_index_in_dim(leaf, value, row, 0) for leaf, value in pairs]
+
+
+def instantiated(cotangent: Any, aval: Any) -> Any:
+    """A cotangent as an array, where it may be known to be zero."""
+    return zeros(aval) if isinstance(cotangent, SymbolicZero) else cotangent

@@ -1,0 +1,125 @@
+"""What depends on what inside a jaxpr, and what it holds while it runs.
+
+Equations are taken whole: a result depends on all that its equation reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+# Operations whose results are stored; the rest is made on the fly where it is read.
+_STORED = frozenset(
+    [
+        "dot_general",
+        "ragged_dot_general",
+        "conv_general_dilated",
+        "scatter",
+        "scatter-add",
+        "gather",
+        "sort",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "cumlogsumexp",
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "argmax",
+        "argmin",
+        "reduce_and",
+        "reduce_or",
+        "reduce_precision",
+        "scan",
+        "while",
+        "cond",
+        "dynamic_update_slice",
+        "concatenate",
+        "fft",
+        "cholesky",
+        "lu",
+        "qr",
+        "eigh",
+        "svd",
+        "triangular_solve",
+        "custom_call",
+        "pure_callback",
+        "io_callback",
+        "threefry2x32",
+        "random_bits",
+        "random_gamma",
+        "all_gather",
+        "psum",
+        "psum_invariant",
+        "all_to_all",
+        "select_and_scatter_add",
+        "reduce_window",
+        "top_k",
+    ]
+)
+
+
+def nbytes(avals: Iterable[Any]) -> int:
+    """Bytes of arrays of these types."""
+    return sum(int(aval.size) * aval.dtype.itemsize for aval in avals)
+
+
+def invariant(jaxpr: core.Jaxpr, given: Iterable[Any]) -> set[Any]:
+    """The variables that are made of `given` and constants alone, and by nothing with a side effect."""
+    known = {*given, *jaxpr.constvars}
+    for eqn in jaxpr.eqns:
+        if not eqn.effects and all(isinstance(var, core.Literal) or var in known for var in eqn.invars):
+            known.update(eqn.outvars)
+    return known
+
+
+def needed_for(jaxpr: core.Jaxpr, wanted: Iterable[Any]) -> list[Any]:
+    """The equations that make `wanted`, in order."""
+    missing = {var for var in wanted if not isinstance(var, core.Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if missing.intersection(eqn.outvars):
+            eqns.append(eqn)
+            missing.update(var for var in eqn.invars if not isinstance(var, core.Literal))
+    return eqns[::-1]
+
+
+def dependences(jaxpr: core.Jaxpr, given: Sequence[Any]) -> list[set[int]]:
+    """For each result the places of those of `given` that it depends on."""
+    reached = {var: {place} for place, var in enumerate(given)}
+    for eqn in jaxpr.eqns:
+        sources = [reached.get(var, set()) for var in eqn.invars if not isinstance(var, core.Literal)]
+        for var in eqn.outvars:
+            reached[var] = set().union(*sources)
+    return [set() if isinstance(var, core.Literal) else reached.get(var, set()) for var in jaxpr.outvars]
+
+
+def transient(jaxpr: core.Jaxpr) -> int:
+    """Most bytes of results that are stored at once while the equations run in order; an estimate.
+
+    XLA joins cheap operations into one pass over memory, so only results of the others count, while they are needed.
+    """
+    return _transient(jaxpr)[0]
+
+
+def _transient(jaxpr: core.Jaxpr) -> tuple[int, list[bool]]:
+    """The same, and which of the jaxpr's results are stored."""
+    last = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if isinstance(var, core.Var)}
+    last.update((var, len(jaxpr.eqns)) for var in jaxpr.outvars if isinstance(var, core.Var))
+    stored: dict[Any, int] = {}
+    peak = 0
+    for place, eqn in enumerate(jaxpr.eqns):
+        inner = [_transient(sub) for sub in core.jaxprs_in_params(eqn.params)]
+        if eqn.primitive.name in _STORED:
+            kept = [True] * len(eqn.outvars)
+        else:
+            kept = inner[0][1] if inner and len(inner[0][1]) == len(eqn.outvars) else [False] * len(eqn.outvars)
+        stored.update((var, nbytes([var.aval])) for var, yes in zip(eqn.outvars, kept, strict=True) if yes)
+        inside = max((bytes_ for bytes_, _ in inner), default=0)
+        peak = max(peak, sum(stored.values()) + inside)
+        stored = {var: bytes_ for var, bytes_ in stored.items() if last.get(var, place) > place}
+    return peak, [isinstance(var, core.Var) and var in stored for var in jaxpr.outvars]

@@ -1,0 +1,117 @@
+"""A snapshot every `base` steps, from scans and `jax.checkpoint` alone, so that every derivative can be taken of it.
+
+An outer scan runs all stretches but the last, each under `jax.checkpoint`; the last, which may be shorter, keeps its
+tapes. Nothing is padded or cut up: inputs are read from, and outputs written to, one array each.
+
+How gradients of inputs get out. A row read by index from an array that the loop closes over would give each row's
+gradient as an array of all rows. So a scan runs over a *shadow* of the inputs as well: zeros with the inputs' tangent,
+whose value nobody reads, and which XLA therefore drops. A row has the value read by index and the shadow's tangent. The
+outputs are the other way round: their values are written into one array, their tangents come stacked by the scans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lowtide.jax.buffers import buffers, read
+from lowtide.jax.step import Leaves, Step
+from lowtide.jax.taping import is_float
+from lowtide.jax.ticks import Ticks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nested:
+    """A loop with a snapshot every `base` steps; `ticks` is told of every stretch that has been run."""
+
+    step: Step
+    base: int
+    length: int
+    reverse: bool
+    unroll: int
+    ticks: Ticks
+
+    def __call__(self, consts: Leaves, init: Leaves, xs: Leaves) -> tuple[Leaves, Leaves]:
+        """The last carry and the outputs of all steps."""
+        count = -(-self.length // self.base) - 1  # stretches before the last
+        done = count * self.base
+        shadows = [_shadow(x, count, self.base, self.reverse) if is_float(x) else (None, None) for x in xs]
+        main, rest = [shadow[0] for shadow in shadows], [shadow[1] for shadow in shadows]
+
+        values = [lax.stop_gradient(x) for x in xs]
+
+        def stretch(carry: Leaves, start: Any, length: int, shadow: list[Any]) -> tuple[Leaves, Leaves]:
+            def step(carry: Leaves, now: tuple[Any, list[Any]]) -> tuple[Leaves, Leaves]:
+                k, tangents = now
+                place = self.length - 1 - k if self.reverse else k
+                rows = [
+                    row if tangent is None else _with_tangent(row, tangent)
+                    for row, tangent in zip(read(values, place), tangents, strict=True)
+                ]
+                return self.step.run(consts, carry, rows)
+
+            ks = start + jnp.arange(length, dtype=jnp.int32)
+            return lax.scan(step, carry, (ks, shadow), length, unroll=min(self.unroll, length))
+
+        inner = jax.checkpoint(stretch, prevent_cse=False, static_argnums=(2,))
+
+        def outer(held: tuple[Leaves, Leaves], now: tuple[Any, list[Any]]) -> tuple[tuple[Leaves, Leaves], Leaves]:
+            (carry, ys), (i, shadow) = held, now
+            carry, y = inner(carry, i * self.base, self.base, shadow)
+            self.ticks.stretch(self.base)
+            return (carry, self._put(ys, i * self.base, y, self.base)), y
+
+        held = (init, buffers(self.step.y, self.length))
+        held, earlier = lax.scan(outer, held, (jnp.arange(count, dtype=jnp.int32), main))
+        carry, last = stretch(held[0], jnp.int32(done), self.length - done, rest)
+        self.ticks.stretch(self.length - done)
+        ys = self._put(held[1], done, last, self.length - done)
+        return carry, [
+            _with_tangent(y, _joined(before, after, self.reverse)) if is_float(y) else y
+            for y, before, after in zip(ys, earlier, last, strict=True)
+        ]
+
+    def _put(self, ys: Leaves, start: Any, new: Leaves, length: int) -> Leaves:
+        """The outputs of a stretch, as values, where they belong."""
+        if self.reverse:
+            start, new = self.length - length - start, [lax.rev(y, (0,)) for y in new]
+        pairs = zip(ys, map(lax.stop_gradient, new), strict=True)
+        return [lax.dynamic_update_slice_in_dim(y, part, start, 0) for y, part in pairs]
+
+
+def _shadow(x: Any, count: int, base: int, reverse: bool) -> tuple[Any, Any]:
+    """Zeros for the rows of all stretches before the last, and for those of the last, with the tangent of `x`."""
+
+    def parts(x: Any) -> tuple[Any, Any]:
+        x = lax.rev(x, (0,)) if reverse else x
+        return x[: count * base].reshape(count, base, *x.shape[1:]), x[count * base :]
+
+    @jax.custom_jvp
+    def blank(x: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, parts(x))
+
+    blank.defjvp(lambda primals, tangents: (blank(*primals), parts(*tangents)))
+    first, rest = blank(x)
+    return first, rest
+
+
+def _joined(earlier: Any, last: Any, reverse: bool) -> Any:
+    """The rows of all stretches in order."""
+    joined = lax.concatenate([earlier.reshape(-1, *last.shape[1:]), last], 0)
+    return lax.rev(joined, (0,)) if reverse else joined
+
+
+@jax.custom_jvp
+def _with_tangent(row: Any, shadow: Any) -> Any:
+    """The row, with the shadow's tangent."""
+    del shadow
+    return row
+
+
+@_with_tangent.defjvp
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return primals[0], tangents[1]

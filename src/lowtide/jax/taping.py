@@ -1,0 +1,168 @@
+"""A step's tape: what `jax.vjp` saves for it, sorted by what has to be stored for each step.
+
+Of the residuals only those are stored that a step makes of its own state or input. What is closed over, or made of
+nothing else, is the same at every step and made once; a row of the inputs is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from lowtide.jax.jaxprs import dependences, invariant, needed_for, transient
+from lowtide.jax.step import Leaves, Step, call
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """Places of the leaves that a gradient flows through."""
+
+    consts: tuple[int, ...]
+    carry: tuple[int, ...]
+    x: tuple[int, ...]
+    y: tuple[int, ...]
+
+
+class Taping:
+    """A step that keeps its tape, and the way back through it."""
+
+    def __init__(self, step: Step, active: Active) -> None:
+        self.step = step
+        self.active = active
+        closed = jax.make_jaxpr(self._vjp)(step.consts, step.carry, step.x)
+        self._jaxpr, self._own = closed.jaxpr, closed.consts
+        first = len(step.carry) + len(step.y)
+        consts, _, x = _cut(self._jaxpr.invars, len(step.consts), len(step.carry))
+        made_once = invariant(self._jaxpr, consts)
+        tape: list[Any] = []
+        same: list[Any] = []
+        self._sources: list[tuple[str, int]] = []  # for each residual, where it is found again
+        for var in self._jaxpr.outvars[first:]:
+            if isinstance(var, core.Literal) or var in made_once:
+                self._sources.append(("same", _place(same, var)))
+            elif var in x:
+                self._sources.append(("x", x.index(var)))
+            else:
+                self._sources.append(("tape", _place(tape, var)))
+        self._taped = self._jaxpr.replace(outvars=[*self._jaxpr.outvars[:first], *tape])
+        self._made_once = self._jaxpr.replace(
+            eqns=needed_for(self._jaxpr, same), invars=consts, outvars=same, effects=set()
+        )
+        self.tape = tuple(var.aval for var in tape)
+        self.reads_x = any(kind == "x" for kind, _ in self._sources)
+
+    def _vjp(self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]) -> Leaves:
+        """One step, with the residuals among its results."""
+        given, active = (consts, carry, x), self.active
+        places = (active.consts, active.carry, active.x)
+
+        def run(some: Sequence[Leaves]) -> tuple[list[Leaves], tuple[Leaves, Leaves]]:
+            new, y = self.step.run(*map(_replaced, given, places, some))
+            return [_some(new, active.carry), _some(y, active.y)], (new, y)
+
+        _, pull, (new, y) = jax.vjp(run, list(map(_some, given, places)), has_aux=True)
+        residuals, self._pull_tree = jax.tree.flatten(pull)
+        return [*new, *y, *residuals]
+
+    def same(self, consts: Sequence[Any]) -> Leaves:
+        """The residuals that are the same at every step."""
+        return call(self._made_once, self._own, *consts)
+
+    def run(self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]) -> tuple[Leaves, Leaves, Leaves]:
+        """The carry, the outputs and the tape of one step."""
+        out = call(self._taped, self._own, *consts, *carry, *x)
+        new, y, tape = _cut(out, len(self.step.carry), len(self.step.y))
+        return new, y, tape
+
+    def pull(self, tape: Leaves, same: Leaves, x: Leaves, carry: Leaves, y: Leaves) -> tuple[Leaves, Leaves, Leaves]:
+        """Cotangents of what is closed over, the carry and the input, from those of the new carry and the outputs.
+
+        All of them are of the active leaves only.
+        """
+        values = {"tape": tape, "same": same, "x": x}
+        pull = jax.tree.unflatten(self._pull_tree, [values[kind][place] for kind, place in self._sources])
+        ((consts, before, inputs),) = pull([carry, y])
+        return consts, before, inputs
+
+    def reaches(self) -> list[set[int]]:
+        """For each active leaf of consts, carry and x, in this order, which cotangents of carry and y get to it."""
+        jaxpr = self._pull_jaxpr()
+        cotangents = len(self.active.carry) + len(self.active.y)
+        return dependences(jaxpr, jaxpr.invars[len(jaxpr.invars) - cotangents :])
+
+    def transients(self) -> tuple[int, int]:
+        """Bytes that XLA needs, beyond arguments and results, to run the step with its tape and to pull it back."""
+        return transient(self._taped), transient(self._pull_jaxpr())
+
+    def _pull_jaxpr(self) -> core.Jaxpr:
+        step, active = self.step, self.active
+        same = jax.eval_shape(self.same, step.consts)
+        cotangents = _some(step.carry, active.carry), _some(step.y, active.y)
+        jaxpr: core.Jaxpr = jax.make_jaxpr(self.pull)(list(self.tape), same, list(step.x), *cotangents).jaxpr
+        return jaxpr
+
+
+def active_leaves(step: Step, consts: Sequence[bool], carry: Sequence[bool], x: Sequence[bool]) -> Active:
+    """Which leaves a gradient flows through, given those of the loop's own arguments.
+
+    A part of the carry that begins without a gradient may get one from the step. So every part is pulled back at first,
+    and those count whose cotangent gets to anything that has one.
+    """
+    every = Active(_true(consts), _floats(step.carry), _true(x), _floats(step.y))
+    reaches = Taping(step, every).reaches()
+    n, m = len(every.consts), len(every.carry)
+    ends = [True] * n + [carry[k] for k in every.carry] + [True] * len(every.x)
+    while True:
+        seen = set().union(*(sources for sources, has in zip(reaches, ends, strict=True) if has))
+        grown = ends[:n] + [has or k in seen for k, has in enumerate(ends[n : n + m])] + ends[n + m :]
+        if grown == ends:
+            break
+        ends = grown
+    return Active(
+        every.consts,
+        tuple(place for k, place in enumerate(every.carry) if ends[n + k]),
+        every.x,
+        tuple(place for k, place in enumerate(every.y) if m + k in seen),
+    )
+
+
+def is_float(aval: Any) -> bool:
+    """Whether a gradient can flow through an array of this type."""
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _floats(avals: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(k for k, aval in enumerate(avals) if is_float(aval))
+
+
+def _true(flags: Sequence[bool]) -> tuple[int, ...]:
+    return tuple(k for k, flag in enumerate(flags) if flag)
+
+
+def _some(leaves: Sequence[Any], places: Sequence[int]) -> Leaves:
+    return [leaves[place] for place in places]
+
+
+def _replaced(leaves: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> Leaves:
+    replaced = list(leaves)
+    for place, leaf in zip(places, new, strict=True):
+        replaced[place] = leaf
+    return replaced
+
+
+def _cut(leaves: Sequence[Any], first: int, second: int) -> tuple[Leaves, Leaves, Leaves]:
+    return list(leaves[:first]), list(leaves[first : first + second]), list(leaves[first + second :])
+
+
+def _place(known: list[Any], var: Any) -> int:
+    """Where a variable is in a list, to which it is added if it is not there yet."""
+    for place, other in enumerate(known):
+        if other is var:
+            return place
+    known.append(var)
+    return len(known) - 1
