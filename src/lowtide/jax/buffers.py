@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, PartitionSpec
 
 from lowtide.jax.step import Leaves
 
@@ -21,9 +22,17 @@ def zeros(aval: Any, *rows: int) -> Any:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, aval.dtype))
         blank = jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=aval.dtype._impl)
     else:
-        blank = lax.full(shape, 0, aval.dtype)
-    varying = getattr(aval, "vma", None)
-    return lax.pcast(blank, tuple(varying), to="varying") if varying else blank
+        blank = jnp.zeros(shape, aval.dtype, out_sharding=_spread(aval, len(rows)))
+    varying = tuple(aval.manual_axis_type.varying)
+    return lax.pcast(blank, varying, to="varying") if varying else blank
+
+
+def _spread(aval: Any, rows: int) -> Any:
+    """How rows of a type are spread over devices, where the type says so."""
+    sharding = aval.sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return sharding.update(spec=PartitionSpec(*[None] * rows, *sharding.spec))
 
 
 def buffers(avals: Sequence[Any], rows: int) -> Leaves:

@@ -14,8 +14,8 @@ from lowtide.folds import Reduce
 from lowtide.jax.loop import Loop, without_carry
 from lowtide.jax.lowering import Lowering
 from lowtide.jax.measure import costs
-from lowtide.jax.modes import naming_the_knob, refuse_forward_mode, runs_plainly
 from lowtide.jax.nested import Nested
+from lowtide.jax.plainly import runs_plainly
 from lowtide.jax.step import StepFunction
 from lowtide.jax.tables import Tables, tables
 from lowtide.jax.taping import Taping, active_leaves, is_float
@@ -83,8 +83,8 @@ def checkpointed_scan(
     """`scan` in bounded memory: the same results and gradients.
 
     One knob says how much memory: `budget`, `checkpoints`, `base`, or a `plan` made before. With none of them it is the
-    least memory that runs no step more than one extra time. With `base` every derivative can be taken, forward-mode and
-    second ones too; with the others, reverse-mode ones and forward-mode ones of these.
+    least memory that runs no step more than one extra time. Every derivative can be taken but one: a gradient of the
+    gradient, reverse mode over reverse mode, needs `base`.
 
     Args:
         f: the step, as in `scan`; a pure function.
@@ -186,10 +186,7 @@ def _checkpointed(loop: Loop, knobs: Knobs, pbar: Any) -> tuple[Any, Any]:
         return tables(judged(knobs.choose(costs(taping, loop.length), loop.length)))
 
     lowering = Lowering(traced.step, follow, loop.length, loop.reverse, loop.unroll, ticks)
-    with naming_the_knob():
-        carry, ys = lowering(traced.consts, traced.init, traced.xs)
-        refuse_forward_mode([*carry, *ys])
-    return loop.result(traced, carry, ys)
+    return loop.result(traced, *lowering(traced.consts, traced.init, traced.xs))
 
 
 def _planned(loop: Loop, knobs: Knobs, wrt: Collection[str]) -> Plan:

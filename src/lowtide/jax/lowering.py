@@ -1,8 +1,8 @@
 """A plan as one program of fixed size: nested loops whose bounds are read from the plan's tables.
 
 Forward: legs of plain steps, each beginning with a snapshot, then the last stretch is taped. Backward, for each stretch
-from the last to the first: pull its tape back; restore the next one's snapshot, run its legs, tape it. Slots and tape
-are buffers that are written in place; outputs and gradients of the inputs are written where they belong.
+from the last to the first: restore its snapshot, run its legs, tape it, pull the tape back. Slots and tape are buffers
+that are written in place; outputs and gradients of the inputs are written where they belong.
 
 Gradients of what the step closes over are summed per stretch and then added up: over many steps that rounds less than
 one running sum.
@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from lowtide.jax.buffers import buffers, instantiated, read, write, zeros
+from lowtide.jax.linear import LinearMap, apply, once
 from lowtide.jax.step import Leaves, Step
 from lowtide.jax.tables import Tables
 from lowtide.jax.taping import Taping, active_leaves
@@ -39,9 +40,10 @@ class Lowering:
 
     def __call__(self, consts: Leaves, init: Leaves, xs: Leaves) -> tuple[Leaves, Leaves]:
         """The last carry and the outputs of all steps."""
-        run = jax.custom_vjp(self._plain)
-        run.defvjp(self._forward, _backward, symbolic_zeros=True)
-        return run(consts, init, xs)
+        run = jax.custom_jvp(self.plain)
+        run.defjvp(self._differentiated, symbolic_zeros=True)
+        carry, ys = run(consts, init, xs)
+        return carry, ys
 
     def place(self, k: Any) -> Any:
         """Where step k finds its input and puts its output."""
@@ -61,69 +63,111 @@ class Lowering:
         held = lax.fori_loop(0, count, several, held)
         return lax.fori_loop(start + count * self.unroll, stop, body, held)
 
-    def _plain(self, consts: Leaves, init: Leaves, xs: Leaves) -> tuple[Leaves, Leaves]:
-        """Nothing is differentiated: no snapshots, no tape."""
+    def plain(self, consts: Leaves, init: Leaves, xs: Leaves, *, told: bool = True) -> tuple[Leaves, Leaves]:
+        """Every step once: no snapshots, no tape."""
 
         def step(carry: Leaves, k_and_x: tuple[Any, Leaves]) -> tuple[Leaves, Leaves]:
             k, x = k_and_x
-            self.ticks.step(self.place(k))
+            if told:
+                self.ticks.step(self.place(k))
             return self.step.run(consts, carry, x)
 
         ks = jnp.arange(self.length, dtype=jnp.int32)
-        return lax.scan(step, init, (ks, xs), self.length, self.reverse, self.unroll)
+        carry, ys = lax.scan(step, init, (ks, xs), self.length, self.reverse, self.unroll)
+        return carry, ys
 
-    def _forward(self, consts: Any, init: Any, xs: Any) -> tuple[tuple[Leaves, Leaves], _Pass]:
-        perturbed = tuple(tuple(leaf.perturbed for leaf in leaves) for leaves in (consts, init, xs))
-        consts, init, xs = ([leaf.value for leaf in leaves] for leaves in (consts, init, xs))
+    def _differentiated(self, primals: Any, tangents: Any) -> tuple[tuple[Leaves, Leaves], tuple[Leaves, Leaves]]:
+        """Values and tangents; what is not perturbed has a `SymbolicZero` for its tangent."""
+        perturbed = [[not isinstance(tangent, SymbolicZero) for tangent in leaves] for leaves in tangents]
         taping = Taping(self.step, active_leaves(self.step, *perturbed))
-        tables = self.follow(taping)
-        ys = buffers(self.step.y, self.length)
-        slots = buffers(self.step.carry, tables.slots)
+        back = Backward(self, self.follow(taping), taping, tuple(k for k, moves in enumerate(perturbed[1]) if moves))
+        (carry, ys), held = back.forward_pass(*primals)
+        active = taping.active
+        moving = [tangent for leaves in tangents for tangent in leaves if not isinstance(tangent, SymbolicZero)]
+        like = [*(carry[k] for k in active.carry), *(ys[k] for k in active.y)]
+        out = apply(LinearMap(back.tangents, back.cotangents), held.leaves(), moving, like)
+        carry_out = _replaced_zeros(carry, active.carry, out[: len(active.carry)])
+        return (carry, ys), (carry_out, _replaced_zeros(ys, active.y, out[len(active.carry) :]))
 
-        def advance(k: Any, held: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves]:
-            state, ys = held
-            state, y = self.step.run(consts, state, read(xs, self.place(k)))
-            return state, self._put(ys, k, y)
 
-        def leg(i: Any, held: tuple[Leaves, Leaves, Leaves]) -> tuple[Leaves, Leaves, Leaves]:
-            state, slots, ys = held
-            slot, start, stop = _entries(tables.legs, i)
-            slots = write(slots, slot, state)
-            state, ys = self.loop(start, stop, advance, (state, ys))
-            return state, slots, ys
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the forward pass leaves for the way back."""
 
-        state, slots, ys = lax.fori_loop(0, tables.sweep, leg, (init, slots, ys))
-        start = int(tables.stretches[0, 3])
+    consts: Leaves
+    init: Leaves
+    xs: Leaves
+    slots: Leaves
+    tape: Leaves
 
-        def tape_step(k: Any, held: tuple[Leaves, Leaves, Leaves]) -> tuple[Leaves, Leaves, Leaves]:
-            state, tape, ys = held
-            state, y, row = taping.run(consts, state, read(xs, self.place(k)))
-            return state, write(tape, k - start, row), self._put(ys, k, y)
-
-        tape = buffers(taping.tape, tables.rows)
-        state, tape, ys = self.loop(jnp.int32(start), jnp.int32(self.length), tape_step, (state, tape, ys))
-        return (state, ys), _Pass(_Backward(self, tables, taping, perturbed[1]), consts, xs, slots, tape)
-
-    def _put(self, ys: Leaves, k: Any, y: Leaves) -> Leaves:
-        self.ticks.step(k)
-        return write(ys, self.place(k), y)
+    def leaves(self) -> Leaves:
+        """All of it in one list."""
+        return [*self.consts, *self.init, *self.xs, *self.slots, *self.tape]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Backward:
-    """The way back through a loop that has been run forward."""
+class Backward:
+    """A loop whose tables are known: its forward pass, and the ways of tangents and cotangents through it."""
 
     lowering: Lowering
     tables: Tables
     taping: Taping
-    init: tuple[bool, ...]  # which leaves of the first carry want a gradient
+    init: tuple[int, ...]  # places of the leaves of the first carry that are perturbed
 
-    def __call__(self, held: _Pass, cotangents: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves, Leaves]:
-        """Cotangents of what is closed over, the first carry and the inputs."""
-        step, active, tables = self.lowering.step, self.taping.active, self.tables
-        final, ys = cotangents
+    def forward_pass(self, consts: Leaves, init: Leaves, xs: Leaves) -> tuple[tuple[Leaves, Leaves], Held]:
+        """The results, and what the way back needs."""
+        lowering, step, tables = self.lowering, self.lowering.step, self.tables
+
+        def put(ys: Leaves, k: Any, y: Leaves) -> Leaves:
+            lowering.ticks.step(k)
+            return write(ys, lowering.place(k), y)
+
+        def advance(k: Any, now: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves]:
+            state, ys = now
+            state, y = step.run(consts, state, read(xs, lowering.place(k)))
+            return state, put(ys, k, y)
+
+        def leg(i: Any, now: tuple[Leaves, Leaves, Leaves]) -> tuple[Leaves, Leaves, Leaves]:
+            state, slots, ys = now
+            slot, start, stop = _entries(tables.legs, i)
+            slots = write(slots, slot, state)
+            state, ys = lowering.loop(start, stop, advance, (state, ys))
+            return state, slots, ys
+
+        def tape_step(k: Any, now: tuple[Leaves, Leaves, Leaves]) -> tuple[Leaves, Leaves, Leaves]:
+            state, tape, ys = now
+            state, y, row = self.taping.run(consts, state, read(xs, lowering.place(k)))
+            return state, write(tape, k - first, row), put(ys, k, y)
+
+        slots, ys = buffers(step.carry, tables.slots), buffers(step.y, lowering.length)
+        state, slots, ys = lax.fori_loop(0, tables.sweep, leg, (init, slots, ys))
+        first, end = jnp.int32(tables.stretches[0, 3]), jnp.int32(lowering.length)
+        tape = buffers(self.taping.tape, tables.rows)
+        state, tape, ys = lowering.loop(first, end, tape_step, (state, tape, ys))
+        return (state, ys), Held(consts, init, xs, slots, tape)
+
+    def tangents(self, residuals: Leaves, moving: Leaves) -> Leaves:
+        """Forward mode: tangents of the active results, by a plain scan."""
+        held, active = self._held(residuals), self.taping.active
+        places = (active.consts, self.init, active.x)
+        given = (held.consts, held.init, held.xs)
+        some = [[leaves[k] for k in where] for leaves, where in zip(given, places, strict=True)]
+
+        def run(some: list[Leaves]) -> Leaves:
+            carry, ys = self.lowering.plain(*map(_with, given, places, some), told=False)
+            return [*(carry[k] for k in active.carry), *(ys[k] for k in active.y)]
+
+        rest = iter(moving)
+        directions = [[next(rest) for _ in where] for where in places]
+        out: Leaves = jax.jvp(run, [some], [directions])[1]
+        return out
+
+    def cotangents(self, residuals: Leaves, cotangents: Leaves) -> Leaves:
+        """Reverse mode: cotangents of what is perturbed, closed over, in the first carry and in the inputs."""
+        held, active, tables = self._held(residuals), self.taping.active, self.tables
+        lowering, step = self.lowering, self.lowering.step
         same = self.taping.same(held.consts)
-        inputs = [step.x[k] for k in active.x]
+        final, ys = cotangents[: len(active.carry)], cotangents[len(active.carry) :]
         blank = [zeros(step.consts[k]) for k in active.consts]
 
         def stretch(i: Any, now: tuple[Leaves, Leaves, Leaves, Leaves, Leaves]) -> Any:
@@ -134,27 +178,27 @@ class _Backward:
             def pull(n: Any, now: tuple[Leaves, Leaves, Leaves]) -> tuple[Leaves, Leaves, Leaves]:
                 state, block, x_sums = now
                 k = stop - 1 - n
-                place = self.lowering.place(k)
-                y = [zeros(step.y[p]) if isinstance(ys[p], SymbolicZero) else read([ys[p]], place)[0] for p in active.y]
+                place = lowering.place(k)
+                y = [
+                    zeros(step.y[p]) if isinstance(cotangent, SymbolicZero) else read([cotangent], place)[0]
+                    for p, cotangent in zip(active.y, ys, strict=True)
+                ]
                 x = read(held.xs, place) if self.taping.reads_x else []
                 new, state, x_new = self.taping.pull(read(tape, k - start), same, x, state, y)
                 return state, _added(block, new), write(x_sums, place, x_new)
 
-            state, block, x_sums = self.lowering.loop(jnp.int32(0), stop - start, pull, (state, blank, x_sums))
+            state, block, x_sums = lowering.loop(jnp.int32(0), stop - start, pull, (state, blank, x_sums))
             return state, _added(sums, block), x_sums, slots, tape
 
-        state = [instantiated(final[k], step.carry[k]) for k in active.carry]
-        now = (state, blank, buffers(inputs, self.lowering.length), held.slots, held.tape)
+        state = [instantiated(cotangent, step.carry[k]) for k, cotangent in zip(active.carry, final, strict=True)]
+        x_sums = buffers([step.x[k] for k in active.x], lowering.length)
+        now = (state, blank, x_sums, held.slots, held.tape)
         state, sums, x_sums, _, _ = lax.fori_loop(0, len(tables.stretches), stretch, now)
         carry = dict(zip(active.carry, state, strict=True))
-        return (
-            _at(active.consts, sums, len(step.consts)),
-            [carry[k] if wanted else None for k, wanted in enumerate(self.init)],
-            _at(active.x, x_sums, len(step.x)),
-        )
+        return once([*sums, *(carry[k] for k in self.init), *x_sums])
 
     def _prepare(
-        self, held: _Pass, slots: Leaves, tape: Leaves, slot: Any, legs: tuple[Any, Any], taped: tuple[Any, Any]
+        self, held: Held, slots: Leaves, tape: Leaves, slot: Any, legs: tuple[Any, Any], taped: tuple[Any, Any]
     ) -> tuple[Leaves, Leaves]:
         """Restore a snapshot, run legs from there, and tape the steps after them."""
         lowering, consts = self.lowering, held.consts
@@ -177,30 +221,10 @@ class _Backward:
         _, tape = lowering.loop(*taped, tape_step, (state, tape))
         return slots, tape
 
-
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pass:
-    """What the forward pass leaves for the backward."""
-
-    backward: _Backward
-    consts: Leaves
-    xs: Leaves
-    slots: Leaves
-    tape: Leaves
-
-    def tree_flatten(self) -> tuple[tuple[Leaves, ...], _Backward]:
-        """The arrays, and what is known when the program is made."""
-        return (self.consts, self.xs, self.slots, self.tape), self.backward
-
-    @classmethod
-    def tree_unflatten(cls, backward: _Backward, leaves: tuple[Leaves, ...]) -> _Pass:
-        """The other way round."""
-        return cls(backward, *leaves)
-
-
-def _backward(held: _Pass, cotangents: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves, Leaves]:
-    return held.backward(held, cotangents)
+    def _held(self, leaves: Leaves) -> Held:
+        step, rest = self.lowering.step, iter(leaves)
+        counts = (len(step.consts), len(step.carry), len(step.x), len(step.carry), len(self.taping.tape))
+        return Held(*([next(rest) for _ in range(count)] for count in counts))
 
 
 def _entries(table: Any, row: Any) -> list[Any]:
@@ -213,7 +237,11 @@ def _added(one: Leaves, other: Leaves) -> Leaves:
     return [a + b for a, b in zip(one, other, strict=True)]
 
 
-def _at(places: tuple[int, ...], leaves: Leaves, count: int) -> Leaves:
-    """The leaves at their places, None elsewhere."""
-    found = dict(zip(places, leaves, strict=True))
-    return [found.get(k) for k in range(count)]
+def _with(leaves: Leaves, places: tuple[int, ...], new: Leaves) -> Leaves:
+    replaced = dict(zip(places, new, strict=True))
+    return [replaced.get(k, leaf) for k, leaf in enumerate(leaves)]
+
+
+def _replaced_zeros(leaves: Leaves, places: tuple[int, ...], tangents: Leaves) -> Leaves:
+    """Tangents for all leaves, zero but for those at `places`."""
+    return _with([zero_from_primal(leaf, symbolic_zeros=True) for leaf in leaves], places, tangents)

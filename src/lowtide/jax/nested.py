@@ -114,4 +114,4 @@ def _with_tangent(row: Any, shadow: Any) -> Any:
 
 @_with_tangent.defjvp
 def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    return primals[0], tangents[1]
+    return _with_tangent(*primals), tangents[1]
