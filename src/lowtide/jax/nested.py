@@ -23,6 +23,15 @@ from lowtide.jax.step import Leaves, Step
 from lowtide.jax.taping import is_float
 from lowtide.jax.ticks import Ticks
 
+# What only picks or rearranges is made again rather than kept on the tape: a row of the inputs above all.
+_PICKED = frozenset(("dynamic_slice", "slice", "squeeze", "reshape", "broadcast_in_dim"))
+
+
+def _keep_the_rest(primitive: Any, *_: Any, **params: Any) -> bool:
+    if primitive.name == "custom_jvp_call" and not params["call_jaxpr"].eqns:  # `_with_tangent`
+        return False
+    return primitive.name not in _PICKED
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nested:
@@ -53,6 +62,8 @@ class Nested:
                     for row, tangent in zip(read(values, place), tangents, strict=True)
                 ]
                 return self.step.run(consts, carry, rows)
+
+            step = jax.checkpoint(step, prevent_cse=False, policy=_keep_the_rest)
 
             ks = start + jnp.arange(length, dtype=jnp.int32)
             return lax.scan(step, carry, (ks, shadow), length, unroll=min(self.unroll, length))
