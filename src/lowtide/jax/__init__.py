@@ -4,6 +4,8 @@ import lowtide.jax as lt
 carry, ys = lt.checkpointed_scan(step, init, xs, budget="64MiB")
 """
 
+from lowtide.jax.checkpoint import checkpoint
+from lowtide.jax.compare import Comparison, compare_gradients
 from lowtide.jax.loops import (
     checkpointed_for_loop,
     checkpointed_scan,
@@ -12,10 +14,15 @@ from lowtide.jax.loops import (
     plan_scan,
     scan,
 )
+from lowtide.jax.while_loop import checkpointed_while_loop
 
 __all__ = [
+    "Comparison",
+    "checkpoint",
     "checkpointed_for_loop",
     "checkpointed_scan",
+    "checkpointed_while_loop",
+    "compare_gradients",
     "for_loop",
     "plan_for_loop",
     "plan_scan",

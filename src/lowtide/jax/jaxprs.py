@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 
 # Operations whose results are stored; the rest is made on the fly where it is read.
@@ -96,6 +97,15 @@ def dependences(jaxpr: core.Jaxpr, given: Sequence[Any]) -> list[set[int]]:
         for var in eqn.outvars:
             reached[var] = set().union(*sources)
     return [set() if isinstance(var, core.Literal) else reached.get(var, set()) for var in jaxpr.outvars]
+
+
+def holds_complex(jaxpr: core.Jaxpr) -> bool:
+    """Whether there are complex numbers in it."""
+    made: list[Any] = [var.aval for eqn in jaxpr.eqns for var in eqn.outvars]
+    given: list[Any] = [var.aval for var in (*jaxpr.constvars, *jaxpr.invars)]
+    return any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in (*given, *made)) or any(
+        holds_complex(sub) for eqn in jaxpr.eqns for sub in core.jaxprs_in_params(eqn.params)
+    )
 
 
 def transient(jaxpr: core.Jaxpr) -> int:

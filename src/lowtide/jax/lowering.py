@@ -86,8 +86,8 @@ class Lowering:
         moving = [tangent for leaves in tangents for tangent in leaves if not isinstance(tangent, SymbolicZero)]
         like = [*(carry[k] for k in active.carry), *(ys[k] for k in active.y)]
         out = apply(LinearMap(back.tangents, back.cotangents), held.leaves(), moving, like)
-        carry_out = _replaced_zeros(carry, active.carry, out[: len(active.carry)])
-        return (carry, ys), (carry_out, _replaced_zeros(ys, active.y, out[len(active.carry) :]))
+        carry_out = with_zeros(carry, active.carry, out[: len(active.carry)])
+        return (carry, ys), (carry_out, with_zeros(ys, active.y, out[len(active.carry) :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Backward:
         some = [[leaves[k] for k in where] for leaves, where in zip(given, places, strict=True)]
 
         def run(some: list[Leaves]) -> Leaves:
-            carry, ys = self.lowering.plain(*map(_with, given, places, some), told=False)
+            carry, ys = self.lowering.plain(*map(replaced, given, places, some), told=False)
             return [*(carry[k] for k in active.carry), *(ys[k] for k in active.y)]
 
         rest = iter(moving)
@@ -185,10 +185,10 @@ class Backward:
                 ]
                 x = read(held.xs, place) if self.taping.reads_x else []
                 new, state, x_new = self.taping.pull(read(tape, k - start), same, x, state, y)
-                return state, _added(block, new), write(x_sums, place, x_new)
+                return state, added(block, new), write(x_sums, place, x_new)
 
             state, block, x_sums = lowering.loop(jnp.int32(0), stop - start, pull, (state, blank, x_sums))
-            return state, _added(sums, block), x_sums, slots, tape
+            return state, added(sums, block), x_sums, slots, tape
 
         state = [instantiated(cotangent, step.carry[k]) for k, cotangent in zip(active.carry, final, strict=True)]
         x_sums = buffers([step.x[k] for k in active.x], lowering.length)
@@ -233,15 +233,17 @@ def _entries(table: Any, row: Any) -> list[Any]:
     return [found[k] for k in range(table.shape[1])]
 
 
-def _added(one: Leaves, other: Leaves) -> Leaves:
+def added(one: Leaves, other: Leaves) -> Leaves:
+    """Leaf by leaf."""
     return [a + b for a, b in zip(one, other, strict=True)]
 
 
-def _with(leaves: Leaves, places: tuple[int, ...], new: Leaves) -> Leaves:
-    replaced = dict(zip(places, new, strict=True))
-    return [replaced.get(k, leaf) for k, leaf in enumerate(leaves)]
+def replaced(leaves: Leaves, places: tuple[int, ...], new: Leaves) -> Leaves:
+    """The leaves with new ones at `places`."""
+    found = dict(zip(places, new, strict=True))
+    return [found.get(k, leaf) for k, leaf in enumerate(leaves)]
 
 
-def _replaced_zeros(leaves: Leaves, places: tuple[int, ...], tangents: Leaves) -> Leaves:
+def with_zeros(leaves: Leaves, places: tuple[int, ...], tangents: Leaves) -> Leaves:
     """Tangents for all leaves, zero but for those at `places`."""
-    return _with([zero_from_primal(leaf, symbolic_zeros=True) for leaf in leaves], places, tangents)
+    return replaced([zero_from_primal(leaf, symbolic_zeros=True) for leaf in leaves], places, tangents)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowtide.jax.buffers import buffers, read
+from lowtide.jax.jaxprs import holds_complex
 from lowtide.jax.step import Leaves, Step
 from lowtide.jax.taping import is_float
 from lowtide.jax.ticks import Ticks
@@ -63,7 +64,10 @@ class Nested:
                 ]
                 return self.step.run(consts, carry, rows)
 
-            step = jax.checkpoint(step, prevent_cse=False, policy=_keep_the_rest)
+            # Not where the step tells the outside something, which it would be told once more; and JAX cannot do it
+            # with complex numbers.
+            if not self.step.jaxpr.effects and not holds_complex(self.step.jaxpr):
+                step = jax.checkpoint(step, prevent_cse=False, policy=_keep_the_rest)
 
             ks = start + jnp.arange(length, dtype=jnp.int32)
             return lax.scan(step, carry, (ks, shadow), length, unroll=min(self.unroll, length))

@@ -55,12 +55,14 @@ def call(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> Leaves:
     return results
 
 
-def trace(f: StepFunction, init: Any, xs: Any) -> Traced:
+def trace(f: StepFunction, init: Any, xs: Any, plain: Callable[[], Any] | None = None) -> Traced:
     """Trace the step of a loop over `xs`.
 
     Raises:
-        FunctionError: f gives no pair, or another type of carry than it takes; the words are those of `lax.scan`.
+        FunctionError: f gives no pair, or another type of carry than it takes; the words are those of the plain loop,
+            `lax.scan` unless another is given.
     """
+    ask = plain or (lambda: lax.scan(f, init, xs, None if jax.tree.leaves(xs) else 1))
     carry_tree: Any
     xs_tree: Any
     carry, carry_tree = jax.tree.flatten(init)
@@ -73,10 +75,10 @@ def trace(f: StepFunction, init: Any, xs: Any) -> Traced:
     def flat(*leaves: Any) -> Leaves:
         out = f(carry_tree.unflatten(leaves[: len(carry)]), xs_tree.unflatten(leaves[len(carry) :]))
         if not isinstance(out, tuple | list) or len(out) != 2:
-            raise _as_lax_says(f, init, xs)
+            raise as_lax_says(ask)
         new, tree = jax.tree.flatten(out[0])
         if tree != carry_tree:
-            raise _as_lax_says(f, init, xs)
+            raise as_lax_says(ask)
         ys, y_tree = jax.tree.flatten(out[1])
         trees[:] = [y_tree]
         return [*new, *ys]
@@ -89,7 +91,7 @@ def trace(f: StepFunction, init: Any, xs: Any) -> Traced:
             break
         carry = [_promoted(leaf, new) for leaf, new in zip(carry, given, strict=True)]
     else:
-        raise _as_lax_says(f, init, xs)
+        raise as_lax_says(ask)
     step = Step(
         closed.jaxpr,
         tuple(jax.typeof(const) for const in closed.consts),
@@ -122,11 +124,10 @@ def _promoted(leaf: Any, new: Any) -> Any:
     return leaf
 
 
-def _as_lax_says(f: StepFunction, init: Any, xs: Any) -> FunctionError:
-    """What is wrong with the step, in the words of `lax.scan`."""
-    length = 1 if not jax.tree.leaves(xs) else None
+def as_lax_says(plain: Callable[[], Any]) -> FunctionError:
+    """What is wrong with a step, in the words of the plain loop."""
     try:
-        jax.eval_shape(lambda: lax.scan(f, init, xs, length))
+        jax.eval_shape(plain)
     except TypeError as error:
         return FunctionError(str(error))
     return FunctionError("the step gives another type of carry than it takes; make both the same")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import ClassVar
 
@@ -53,6 +54,20 @@ def online(slots: int) -> Generator[Action, bool | None, None]:
         yield Restore(start)
         yield Drop(start)
         yield from splits.play(rule, start, stop, held=k)
+
+
+@lru_cache(maxsize=16)
+def online_slots(slots: int, length: int) -> tuple[int, ...]:
+    """For each of the first `length` states the slot it goes to when it is reached; `slots` if it is not kept."""
+    keeper = _Keeper(slots)
+    where: dict[int, int] = {}
+    chosen = []
+    for newest in range(length):
+        dropped = keeper.make_room(newest)
+        if keeper.positions[-1] == newest:
+            where[newest] = len(where) if dropped is None else where.pop(dropped)
+        chosen.append(where.get(newest, slots))
+    return tuple(chosen)
 
 
 class _Keeper:

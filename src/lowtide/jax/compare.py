@@ -1,0 +1,106 @@
+"""With Lowtide and without it: are the gradients the same, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowtide.errors import InputError
+from lowtide.jax.plainly import plainly
+from lowtide.jax.taping import is_float
+from lowtide.sizes import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One value or gradient: its largest difference, and that as a share of its largest entry."""
+
+    name: str
+    difference: float
+    relative: float
+
+    def __str__(self) -> str:
+        return f"{self.name:<40} " + (f"differs by {self.relative:.1e} of it" if self.difference else "the same")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `compare_gradients` found: a row for each value and gradient, and bytes of both compiled programs."""
+
+    rows: tuple[Compared, ...]
+    plain_bytes: int
+    lowtide_bytes: int
+
+    @property
+    def relative(self) -> float:
+        """The largest difference of any row, as a share of that row's largest entry."""
+        return max(row.relative for row in self.rows)
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs by more than rounding: 1e-12 in double precision, 1e-3 in single."""
+        return self.relative <= (1e-12 if jax.config.read("jax_enable_x64") else 1e-3)
+
+    def __str__(self) -> str:
+        memory = f"{format_size(self.lowtide_bytes)} of temporaries, {format_size(self.plain_bytes)} without Lowtide"
+        return "\n".join([*map(str, self.rows), memory])
+
+
+def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:
+    """Compile and run `fn(*args, **kwargs)` and its gradient twice, with Lowtide's loops as plain ones and as they are.
+
+    `fn` returns a loss, or any pytree with floats in it, which are summed. Gradients are taken of every float among the
+    arguments. Sums are made in another order, so gradients agree to rounding, not to the last bit.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    moving = [k for k, leaf in enumerate(leaves) if _is_float_array(leaf)]
+    if not moving:
+        raise InputError("none of fn's arguments is a float array to take a gradient of; pass parameters as arguments")
+
+    def loss(some: list[Any]) -> Any:
+        given = list(leaves)
+        for k, leaf in zip(moving, some, strict=True):
+            given[k] = leaf
+        args, kwargs = jax.tree.unflatten(tree, given)
+        floats = [jnp.sum(leaf) for leaf in jax.tree.leaves(fn(*args, **kwargs)) if _is_float_array(leaf)]
+        if not floats:
+            raise InputError("fn returned nothing that has a gradient; return the loss")
+        return jnp.real(sum(floats))
+
+    outcomes, bytes_ = [], []
+    for without in (True, False):
+        with plainly(without):
+            # A function of its own each time: a trace that JAX remembers would be of the other kind.
+            compiled = jax.jit(jax.value_and_grad(lambda some: loss(some))).lower([leaves[k] for k in moving]).compile()
+        outcomes.append(compiled([leaves[k] for k in moving]))
+        memory = compiled.memory_analysis()
+        bytes_.append(int(memory.temp_size_in_bytes) if memory is not None else 0)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))]
+    (value, gradients), (other_value, other_gradients) = outcomes
+    rows = [_compared("the result", value, other_value)]
+    for k, one, other in zip(moving, gradients, other_gradients, strict=True):
+        rows.append(_compared(f"gradient of {_argument(names[k])}", one, other))
+    return Comparison(tuple(rows), *bytes_)
+
+
+def _is_float_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and is_float(leaf)
+
+
+def _argument(path: str) -> str:
+    """[0][1]['w'] is argument 1's ['w'], [1]['b'] is the keyword argument b."""
+    return f"argument {path[3:]}" if path.startswith("[0]") else f"keyword {path[3:]}"
+
+
+def _compared(name: str, one: Any, other: Any) -> Compared:
+    one, other = np.asarray(one), np.asarray(other)
+    if not one.size:
+        return Compared(name, 0.0, 0.0)
+    difference = float(np.max(np.abs(one - other)))
+    largest = float(np.max(np.abs(one)))
+    return Compared(name, difference, difference / largest if largest else float(difference > 0))
