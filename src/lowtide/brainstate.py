@@ -69,8 +69,8 @@ def checkpointed_scan(
     """`brainstate.transform.scan` in bounded memory: the same results, States and gradients.
 
     One knob says how much memory: `budget`, `checkpoints`, `base`, or a `plan` made before. With none of them it is the
-    least memory that runs no step more than one extra time. With `base` every derivative can be taken, forward-mode and
-    second ones too; with the others, reverse-mode ones and forward-mode ones of these.
+    least memory that runs no step more than one extra time. Every derivative can be taken but one: a gradient of the
+    gradient, reverse mode over reverse mode, needs `base`.
 
     Args:
         f: the step, `carry, y = f(carry, x)`. It may read and write any States; carry, x and y are any pytrees.
@@ -79,7 +79,7 @@ def checkpointed_scan(
         length: the number of steps, needed if `xs` does not say.
         base: a snapshot every so many steps, and so many steps of tape; at least 2.
         pbar: a `brainstate.transform.ProgressBar`, a number of steps between updates, a label, or an object with
-            `update(n)`. It never moves for reruns.
+            `update(n)`. It never moves for reruns. With `base` it moves by a stretch at a time.
         checkpoints: at most so many snapshots, the initial state among them, and one step of tape.
         budget: bytes for snapshots, tape and working set: 67108864, "64MiB", or "25%" of all tapes. Under `vmap` it is
             for each example.

@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
+# Products of arrays, which read whole arrays too.
+_PRODUCTS = frozenset(("dot_general", "ragged_dot_general", "conv_general_dilated"))
 # Operations whose results are stored; the rest is made on the fly where it is read.
 _STORED = frozenset(
     [
@@ -120,6 +122,9 @@ def _transient(jaxpr: core.Jaxpr) -> tuple[int, list[bool]]:
     """The same, and which of the jaxpr's results are stored."""
     last = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if isinstance(var, core.Var)}
     last.update((var, len(jaxpr.eqns)) for var in jaxpr.outvars if isinstance(var, core.Var))
+    wanted = {
+        var for eqn in jaxpr.eqns if eqn.primitive.name in _PRODUCTS for var in eqn.invars if isinstance(var, core.Var)
+    }
     stored: dict[Any, int] = {}
     peak = 0
     for place, eqn in enumerate(jaxpr.eqns):
@@ -128,7 +133,8 @@ def _transient(jaxpr: core.Jaxpr) -> tuple[int, list[bool]]:
             kept = [True] * len(eqn.outvars)
         else:
             kept = inner[0][1] if inner and len(inner[0][1]) == len(eqn.outvars) else [False] * len(eqn.outvars)
-        stored.update((var, nbytes([var.aval])) for var, yes in zip(eqn.outvars, kept, strict=True) if yes)
+        pairs = zip(eqn.outvars, kept, strict=True)
+        stored.update((var, nbytes([var.aval])) for var, yes in pairs if yes or var in wanted)
         inside = max((bytes_ for bytes_, _ in inner), default=0)
         peak = max(peak, sum(stored.values()) + inside)
         stored = {var: bytes_ for var, bytes_ in stored.items() if last.get(var, place) > place}

@@ -198,4 +198,4 @@ def _planned(loop: Loop, knobs: Knobs, wrt: Collection[str]) -> Plan:
     step = loop.trace().step
     wanted = zip(("closure", "init", "xs"), (step.consts, step.carry, step.x), strict=True)
     active = active_leaves(step, *([name in wrt and is_float(leaf) for leaf in leaves] for name, leaves in wanted))
-    return knobs.choose(costs(Taping(step, active), loop.length), loop.length)
+    return knobs.choose(costs(Taping(step, active), loop.length, nested=knobs.base is not None), loop.length)

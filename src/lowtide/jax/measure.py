@@ -1,7 +1,7 @@
 """What a step costs, from its types alone: nothing is run and nothing allocated.
 
-A compiled program holds a loop's state and cotangents, the sums of gradients of one stretch, and what a step needs
-while it runs.
+Beside slots and tape a compiled program holds the current state, its cotangent, a row of the inputs, the sums of
+gradients of one stretch, and what a step needs while it runs.
 """
 
 from __future__ import annotations
@@ -28,26 +28,18 @@ class Costs:
         return choose(self.chain, budget, rooms=True)
 
 
-def costs(taping: Taping, length: int) -> Costs:
-    """The loop of `length` steps over a step with this tape."""
+def costs(taping: Taping, length: int, *, nested: bool = False) -> Costs:
+    """The loop of `length` steps over a step with this tape; nested scans hold a stretch's outputs beside it, twice."""
     step, active = taping.step, taping.active
-    state = nbytes(step.carry)
+    state = max(nbytes(step.carry), 1)
     cotangent = nbytes(step.carry[k] for k in active.carry)
     sums = nbytes(step.consts[k] for k in active.consts)
-    forward, backward = taping.transients()
-    tape = max(nbytes(taping.tape), state, 1)
-    return Costs(
-        Chain.equal(
-            StepCost(
-                max(state, 1),
-                tape,
-                cotangent=cotangent,
-                working=Working(
-                    advance=state + forward,
-                    tape=state + forward,
-                    backward=cotangent + sums + backward,
-                ),
-            ),
-            length,
-        )
+    # Buffers of a compiled program are there all the time; those of a step forward and of one backward hardly overlap.
+    working = state + sums + nbytes(step.x) + sum(taping.transients())
+    cost = StepCost(
+        state,
+        max(nbytes(taping.tape) + 2 * nested * nbytes(step.y), state),
+        cotangent=cotangent,
+        working=Working(advance=working, tape=working, backward=working + cotangent),
     )
+    return Costs(Chain.equal(cost, length))

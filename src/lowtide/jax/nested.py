@@ -72,7 +72,8 @@ class Nested:
             ks = start + jnp.arange(length, dtype=jnp.int32)
             return lax.scan(step, carry, (ks, shadow), length, unroll=min(self.unroll, length))
 
-        inner = jax.checkpoint(stretch, prevent_cse=False, static_argnums=(2,))
+        # XLA takes a loop that is run once apart, and would then join first run and rerun.
+        inner = jax.checkpoint(stretch, prevent_cse=count == 1, static_argnums=(2,))
 
         def outer(held: tuple[Leaves, Leaves], now: tuple[Any, list[Any]]) -> tuple[tuple[Leaves, Leaves], Leaves]:
             (carry, ys), (i, shadow) = held, now
