@@ -15,6 +15,7 @@ help:  ## Show this list
 demo: $(INSTALLED)  ## Show what Lowtide does; writes demo-output/
 	$(BIN)/lowtide demo
 	$(BIN)/python examples/spiking_rollout.py
+	$(BIN)/python examples/brainstate_tutorial.py
 
 test: lint types  ## Lint, types and the tests, within minutes
 	$(PYTEST) -m "not slow" --cov=lowtide --cov-report=term --cov-fail-under=100
@@ -37,6 +38,7 @@ bench: $(INSTALLED)  ## Time planners and rollouts beside their peers (pyrevolve
 	$(PIP_INSTALL) pyrevolve
 	$(BIN)/python benchmarks/planners.py
 	$(BIN)/python benchmarks/torch_rollouts.py
+	$(BIN)/python benchmarks/jax_rollouts.py
 
 clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) demo-output .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
