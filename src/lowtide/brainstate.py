@@ -236,7 +236,8 @@ def _traced(f: Callable[[Any, Any], Any], *types: Any) -> Any:
             return StatefulFunction(f, name="lowtide").make_jaxpr(*types)
         except BaseException:
             for state, value in zip(seen.states, seen.original_state_values, strict=True):
-                state.value = value
+                if state.value is not value:
+                    state.value = value
             raise
 
 

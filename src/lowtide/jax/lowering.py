@@ -82,6 +82,7 @@ class Lowering:
         taping = Taping(self.step, active_leaves(self.step, *perturbed))
         back = Backward(self, self.follow(taping), taping, tuple(k for k, moves in enumerate(perturbed[1]) if moves))
         (carry, ys), held = back.forward_pass(*primals)
+        carry, ys = once(carry), once(ys)
         active = taping.active
         moving = [tangent for leaves in tangents for tangent in leaves if not isinstance(tangent, SymbolicZero)]
         like = [*(carry[k] for k in active.carry), *(ys[k] for k in active.y)]

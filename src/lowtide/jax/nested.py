@@ -20,17 +20,16 @@ from jax import lax
 
 from lowtide.jax.buffers import buffers, read
 from lowtide.jax.jaxprs import holds_complex
+from lowtide.jax.shadows import JOINED, shadow, with_tangent_of
 from lowtide.jax.step import Leaves, Step
 from lowtide.jax.taping import is_float
 from lowtide.jax.ticks import Ticks
 
 # What only picks or rearranges is made again rather than kept on the tape: a row of the inputs above all.
-_PICKED = frozenset(("dynamic_slice", "slice", "squeeze", "reshape", "broadcast_in_dim"))
+_PICKED = frozenset(("dynamic_slice", "slice", "squeeze", "reshape", "broadcast_in_dim", JOINED))
 
 
-def _keep_the_rest(primitive: Any, *_: Any, **params: Any) -> bool:
-    if primitive.name == "custom_jvp_call" and not params["call_jaxpr"].eqns:  # `_with_tangent`
-        return False
+def _keep_the_rest(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _PICKED
 
 
@@ -49,17 +48,17 @@ class Nested:
         """The last carry and the outputs of all steps."""
         count = -(-self.length // self.base) - 1  # stretches before the last
         done = count * self.base
-        shadows = [_shadow(x, count, self.base, self.reverse) if is_float(x) else (None, None) for x in xs]
-        main, rest = [shadow[0] for shadow in shadows], [shadow[1] for shadow in shadows]
+        shadows = [_stretches(shadow(x), count, self.base, self.reverse) if is_float(x) else (None, None) for x in xs]
+        main, rest = [first for first, _ in shadows], [last for _, last in shadows]
 
         values = [lax.stop_gradient(x) for x in xs]
 
-        def stretch(carry: Leaves, start: Any, length: int, shadow: list[Any]) -> tuple[Leaves, Leaves]:
+        def stretch(carry: Leaves, start: Any, length: int, rows: list[Any]) -> tuple[Leaves, Leaves]:
             def step(carry: Leaves, now: tuple[Any, list[Any]]) -> tuple[Leaves, Leaves]:
                 k, tangents = now
                 place = self.length - 1 - k if self.reverse else k
                 rows = [
-                    row if tangent is None else _with_tangent(row, tangent)
+                    row if tangent is None else with_tangent_of(tangent, row)
                     for row, tangent in zip(read(values, place), tangents, strict=True)
                 ]
                 return self.step.run(consts, carry, rows)
@@ -70,24 +69,24 @@ class Nested:
                 step = jax.checkpoint(step, prevent_cse=False, policy=_keep_the_rest)
 
             ks = start + jnp.arange(length, dtype=jnp.int32)
-            return lax.scan(step, carry, (ks, shadow), length, unroll=min(self.unroll, length))
+            return lax.scan(step, carry, (ks, rows), length, unroll=min(self.unroll, length))
 
         # XLA takes a loop that is run once apart, and would then join first run and rerun.
         inner = jax.checkpoint(stretch, prevent_cse=count == 1, static_argnums=(2,))
 
         def outer(held: tuple[Leaves, Leaves], now: tuple[Any, list[Any]]) -> tuple[tuple[Leaves, Leaves], Leaves]:
-            (carry, ys), (i, shadow) = held, now
-            carry, y = inner(carry, i * self.base, self.base, shadow)
-            self.ticks.stretch(self.base)
+            (carry, ys), (i, rows) = held, now
+            carry, y = inner(carry, i * self.base, self.base, rows)
+            self.ticks.stretch(i * self.base, self.base)
             return (carry, self._put(ys, i * self.base, y, self.base)), y
 
         held = (init, buffers(self.step.y, self.length))
         held, earlier = lax.scan(outer, held, (jnp.arange(count, dtype=jnp.int32), main))
         carry, last = stretch(held[0], jnp.int32(done), self.length - done, rest)
-        self.ticks.stretch(self.length - done)
+        self.ticks.stretch(done, self.length - done)
         ys = self._put(held[1], done, last, self.length - done)
         return carry, [
-            _with_tangent(y, _joined(before, after, self.reverse)) if is_float(y) else y
+            with_tangent_of(_joined(before, after, self.reverse), y) if is_float(y) else y
             for y, before, after in zip(ys, earlier, last, strict=True)
         ]
 
@@ -99,35 +98,13 @@ class Nested:
         return [lax.dynamic_update_slice_in_dim(y, part, start, 0) for y, part in pairs]
 
 
-def _shadow(x: Any, count: int, base: int, reverse: bool) -> tuple[Any, Any]:
-    """Zeros for the rows of all stretches before the last, and for those of the last, with the tangent of `x`."""
-
-    def parts(x: Any) -> tuple[Any, Any]:
-        x = lax.rev(x, (0,)) if reverse else x
-        return x[: count * base].reshape(count, base, *x.shape[1:]), x[count * base :]
-
-    @jax.custom_jvp
-    def blank(x: Any) -> Any:
-        return jax.tree.map(jnp.zeros_like, parts(x))
-
-    blank.defjvp(lambda primals, tangents: (blank(*primals), parts(*tangents)))
-    first, rest = blank(x)
-    return first, rest
+def _stretches(x: Any, count: int, base: int, reverse: bool) -> tuple[Any, Any]:
+    """The rows of all stretches before the last, and those of the last, in the order of the steps."""
+    x = lax.rev(x, (0,)) if reverse else x
+    return x[: count * base].reshape(count, base, *x.shape[1:]), x[count * base :]
 
 
 def _joined(earlier: Any, last: Any, reverse: bool) -> Any:
     """The rows of all stretches in order."""
     joined = lax.concatenate([earlier.reshape(-1, *last.shape[1:]), last], 0)
     return lax.rev(joined, (0,)) if reverse else joined
-
-
-@jax.custom_jvp
-def _with_tangent(row: Any, shadow: Any) -> Any:
-    """The row, with the shadow's tangent."""
-    del shadow
-    return row
-
-
-@_with_tangent.defjvp
-def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    return _with_tangent(*primals), tangents[1]

@@ -69,7 +69,7 @@ def trace(f: StepFunction, init: Any, xs: Any, plain: Callable[[], Any] | None =
     carry = [_array(leaf) for leaf in carry]
     xs_leaves, xs_tree = jax.tree.flatten(xs)
     xs_leaves = [_array(leaf) for leaf in xs_leaves]
-    rows = jax.eval_shape(lambda leaves: [lax.index_in_dim(x, 0, keepdims=False) for x in leaves], xs_leaves)
+    rows = [_row(leaf) for leaf in xs_leaves]
     trees: list[Any] = []
 
     def flat(*leaves: Any) -> Leaves:
@@ -105,6 +105,13 @@ def trace(f: StepFunction, init: Any, xs: Any, plain: Callable[[], Any] | None =
 def _array(leaf: Any) -> Any:
     """The leaf as an array, or as it is if it only says what an array would be like."""
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
+
+
+def _row(xs: Any) -> Any:
+    """What one row of an array is like, also where there is none."""
+    if not xs.shape[0]:
+        return jax.ShapeDtypeStruct(xs.shape[1:], xs.dtype)
+    return jax.eval_shape(lambda xs: lax.index_in_dim(xs, 0, keepdims=False), xs)
 
 
 def _alike(old: Any, new: Any) -> bool:

@@ -34,19 +34,19 @@ class Ticks:
         if self._make is None:
             return
         if self._every == 1:
-            jax.debug.callback(self._move, 1)
+            self.stretch(k, 1)
             return
         rest = self._length % self._every or self._every
         last, due = k == self._length - 1, (k + 1) % self._every == 0
-        lax.cond(last, lambda: jax.debug.callback(self._move, rest), lambda: None)
-        lax.cond(due & ~last, lambda: jax.debug.callback(self._move, self._every), lambda: None)
+        lax.cond(last, lambda: self.stretch(k, rest), lambda: None)
+        lax.cond(due & ~last, lambda: self.stretch(k, self._every), lambda: None)
 
-    def stretch(self, steps: int) -> None:
-        """So many steps have been run."""
+    def stretch(self, k: Any, steps: int) -> None:
+        """So many steps have been run; k changes from call to call, or JAX would take the calls of a loop for one."""
         if self._make is not None:
-            jax.debug.callback(self._move, steps)
+            jax.debug.callback(self._move, k, steps)
 
-    def _move(self, steps: Any) -> None:
+    def _move(self, _: Any, steps: Any) -> None:
         if self._left <= 0 and self._make is not None:
             self._bar, self._left = self._make(), self._length
         self._left -= int(steps)
