@@ -12,7 +12,7 @@ outputs are the other way round: their values are written into one array, their 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +46,8 @@ class Nested:
 
     def __call__(self, consts: Leaves, init: Leaves, xs: Leaves) -> tuple[Leaves, Leaves]:
         """The last carry and the outputs of all steps."""
-        count = -(-self.length // self.base) - 1  # stretches before the last
-        done = count * self.base
-        shadows = [_stretches(shadow(x), count, self.base, self.reverse) if is_float(x) else (None, None) for x in xs]
-        main, rest = [first for first, _ in shadows], [last for _, last in shadows]
-
+        segments = self._segments()
+        shadows = [_cut(shadow(x), segments, self.reverse) if is_float(x) else [None] * len(segments) for x in xs]
         values = [lax.stop_gradient(x) for x in xs]
 
         def stretch(carry: Leaves, start: Any, length: int, rows: list[Any]) -> tuple[Leaves, Leaves]:
@@ -67,28 +64,41 @@ class Nested:
             # with complex numbers.
             if not self.step.jaxpr.effects and not holds_complex(self.step.jaxpr):
                 step = jax.checkpoint(step, prevent_cse=False, policy=_keep_the_rest)
-
             ks = start + jnp.arange(length, dtype=jnp.int32)
             return lax.scan(step, carry, (ks, rows), length, unroll=min(self.unroll, length))
 
-        # XLA takes a loop that is run once apart, and would then join first run and rerun.
-        inner = jax.checkpoint(stretch, prevent_cse=count == 1, static_argnums=(2,))
+        inner = jax.checkpoint(stretch, prevent_cse=False, static_argnums=(2,))
+        carry, ys = init, buffers(self.step.y, self.length)
+        parts: list[Leaves] = []
+        for place, segment in enumerate(segments):
+            run = stretch if segment is segments[-1] else inner
 
-        def outer(held: tuple[Leaves, Leaves], now: tuple[Any, list[Any]]) -> tuple[tuple[Leaves, Leaves], Leaves]:
-            (carry, ys), (i, rows) = held, now
-            carry, y = inner(carry, i * self.base, self.base, rows)
-            self.ticks.stretch(i * self.base, self.base)
-            return (carry, self._put(ys, i * self.base, y, self.base)), y
+            def one(held: Any, now: Any, segment: _Segment = segment, run: Any = run) -> Any:
+                (carry, ys), (i, rows) = held, now
+                start = segment.start + i * segment.length
+                carry, y = run(carry, start, segment.length, rows)
+                self.ticks.stretch(start, segment.length)
+                return (carry, self._put(ys, start, y, segment.length)), y
 
-        held = (init, buffers(self.step.y, self.length))
-        held, earlier = lax.scan(outer, held, (jnp.arange(count, dtype=jnp.int32), main))
-        carry, last = stretch(held[0], jnp.int32(done), self.length - done, rest)
-        self.ticks.stretch(done, self.length - done)
-        ys = self._put(held[1], done, last, self.length - done)
-        return carry, [
-            with_tangent_of(_joined(before, after, self.reverse), y) if is_float(y) else y
-            for y, before, after in zip(ys, earlier, last, strict=True)
-        ]
+            rows = [shadow[place] for shadow in shadows]
+            (carry, ys), part = lax.scan(one, (carry, ys), (jnp.arange(segment.count, dtype=jnp.int32), rows))
+            parts.append(part)
+        columns = zip(ys, *parts, strict=True)
+        return carry, [with_tangent_of(_joined(rows, self.reverse), y) if is_float(y) else y for y, *rows in columns]
+
+    def _segments(self) -> list[_Segment]:
+        """Where stretches begin, and how long and how many they are; the last is the one that keeps its tapes.
+
+        A single stretch before the last would be a loop that is run once. XLA takes such a loop apart, and then runs it
+        again before the last stretch is pulled back, beside whose tapes it finds no room. So it is halved.
+        """
+        count = -(-self.length // self.base) - 1
+        done = count * self.base
+        last = _Segment(done, self.length - done, 1)
+        if count != 1:
+            return [_Segment(0, self.base, count), last] if count else [last]
+        half, odd = divmod(self.base, 2)
+        return [_Segment(0, 1, 1)] * odd + [_Segment(odd, half, 2), last]
 
     def _put(self, ys: Leaves, start: Any, new: Leaves, length: int) -> Leaves:
         """The outputs of a stretch, as values, where they belong."""
@@ -98,13 +108,21 @@ class Nested:
         return [lax.dynamic_update_slice_in_dim(y, part, start, 0) for y, part in pairs]
 
 
-def _stretches(x: Any, count: int, base: int, reverse: bool) -> tuple[Any, Any]:
-    """The rows of all stretches before the last, and those of the last, in the order of the steps."""
+class _Segment(NamedTuple):
+    """`count` stretches of `length` steps each, from step `start` on."""
+
+    start: int
+    length: int
+    count: int
+
+
+def _cut(x: Any, segments: list[_Segment], reverse: bool) -> list[Any]:
+    """The rows of each segment's stretches, in the order of the steps."""
     x = lax.rev(x, (0,)) if reverse else x
-    return x[: count * base].reshape(count, base, *x.shape[1:]), x[count * base :]
+    return [x[start : start + length * count].reshape(count, length, *x.shape[1:]) for start, length, count in segments]
 
 
-def _joined(earlier: Any, last: Any, reverse: bool) -> Any:
+def _joined(parts: list[Any], reverse: bool) -> Any:
     """The rows of all stretches in order."""
-    joined = lax.concatenate([earlier.reshape(-1, *last.shape[1:]), last], 0)
+    joined = lax.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts], 0)
     return lax.rev(joined, (0,)) if reverse else joined
