@@ -12,7 +12,7 @@ outputs are the other way round: their values are written into one array, their 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,8 @@ class Nested:
         return [lax.dynamic_update_slice_in_dim(y, part, start, 0) for y, part in pairs]
 
 
-class _Segment(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Segment:
     """`count` stretches of `length` steps each, from step `start` on."""
 
     start: int
@@ -119,7 +120,8 @@ class _Segment(NamedTuple):
 def _cut(x: Any, segments: list[_Segment], reverse: bool) -> list[Any]:
     """The rows of each segment's stretches, in the order of the steps."""
     x = lax.rev(x, (0,)) if reverse else x
-    return [x[start : start + length * count].reshape(count, length, *x.shape[1:]) for start, length, count in segments]
+    rows = [(part, x[part.start : part.start + part.length * part.count]) for part in segments]
+    return [some.reshape(part.count, part.length, *x.shape[1:]) for part, some in rows]
 
 
 def _joined(parts: list[Any], reverse: bool) -> Any:
