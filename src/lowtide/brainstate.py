@@ -69,8 +69,8 @@ def checkpointed_scan(
     """`brainstate.transform.scan` in bounded memory: the same results, States and gradients.
 
     One knob says how much memory: `budget`, `checkpoints`, `base`, or a `plan` made before. With none of them it is the
-    least memory that runs no step more than one extra time. Every derivative can be taken but one: a gradient of the
-    gradient, reverse mode over reverse mode, needs `base`.
+    least memory that runs no step more than one extra time. Every derivative can be taken but a second one in reverse
+    mode, a gradient of a gradient or of a tangent: that needs `base`.
 
     Args:
         f: the step, `carry, y = f(carry, x)`. It may read and write any States; carry, x and y are any pytrees.

@@ -5,7 +5,7 @@ Equations are taken whole: a result depends on all that its equation reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -75,30 +75,38 @@ def invariant(jaxpr: core.Jaxpr, given: Iterable[Any]) -> set[Any]:
     """The variables that are made of `given` and constants alone, and by nothing with a side effect."""
     known = {*given, *jaxpr.constvars}
     for eqn in jaxpr.eqns:
-        if not eqn.effects and all(isinstance(var, core.Literal) or var in known for var in eqn.invars):
+        if not eqn.effects and known.issuperset(_variables(eqn.invars)):
             known.update(eqn.outvars)
     return known
 
 
 def needed_for(jaxpr: core.Jaxpr, wanted: Iterable[Any]) -> list[Any]:
     """The equations that make `wanted`, in order."""
-    missing = {var for var in wanted if not isinstance(var, core.Literal)}
+    missing = set(_variables(wanted))
     eqns = []
     for eqn in reversed(jaxpr.eqns):
         if missing.intersection(eqn.outvars):
             eqns.append(eqn)
-            missing.update(var for var in eqn.invars if not isinstance(var, core.Literal))
+            missing.update(_variables(eqn.invars))
     return eqns[::-1]
 
 
-def dependences(jaxpr: core.Jaxpr, given: Sequence[Any]) -> list[set[int]]:
-    """For each result the places of those of `given` that it depends on."""
-    reached = {var: {place} for place, var in enumerate(given)}
+def is_float(aval: Any) -> bool:
+    """Whether a gradient can flow through an array of this type."""
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def depends(jaxpr: core.Jaxpr, given: Iterable[Any]) -> list[bool]:
+    """For each result whether a gradient may flow to it from any of `given`."""
+    moving = set(given)
     for eqn in jaxpr.eqns:
-        sources = [reached.get(var, set()) for var in eqn.invars if not isinstance(var, core.Literal)]
-        for var in eqn.outvars:
-            reached[var] = set().union(*sources)
-    return [set() if isinstance(var, core.Literal) else reached.get(var, set()) for var in jaxpr.outvars]
+        if eqn.primitive.name != "stop_gradient" and moving.intersection(_variables(eqn.invars)):
+            moving.update(var for var in eqn.outvars if is_float(var.aval))
+    return [var in moving for var in jaxpr.outvars]
+
+
+def _variables(vars_: Iterable[Any]) -> list[Any]:
+    return [var for var in vars_ if isinstance(var, core.Var)]
 
 
 def holds_complex(jaxpr: core.Jaxpr) -> bool:

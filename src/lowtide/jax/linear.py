@@ -119,8 +119,8 @@ def once(leaves: Leaves) -> Leaves:
 
 def _refuse(*_: Any) -> Any:
     raise FunctionError(
-        "a planned loop has no second derivative in reverse mode (a gradient of its gradient); take it in forward mode "
-        "(jax.hessian, jax.jacfwd of jax.grad), or give base=, which has every derivative"
+        "a planned loop has no second derivative in reverse mode (a gradient of a gradient or of a tangent); take the "
+        "outer one in forward mode (jax.hessian, jax.jacfwd of jax.grad), or give base=, which has every derivative"
     )
 
 

@@ -12,6 +12,8 @@ from jax import lax
 from lowtide.checks import MOST_STEPS, whole_number
 from lowtide.errors import FunctionError, InputError
 from lowtide.folds import Fold, Reduce, fold_of, refuse_reducing_nothing
+from lowtide.jax.buffers import zeros
+from lowtide.jax.jaxprs import is_float
 from lowtide.jax.step import Leaves, StepFunction, Traced, trace
 from lowtide.jax.ticks import Ticks
 
@@ -51,9 +53,13 @@ class Loop:
         if self.length == 0:
             refuse_reducing_nothing(self._reduce)
         outputs = trace(self._f, self._init, self._xs)
-        blank = outputs.y_tree.unflatten([jnp.zeros(y.shape, y.dtype) for y in outputs.step.y])
+        blank = outputs.y_tree.unflatten([zeros(y) for y in outputs.step.y])
         if self._reduce == "last":
             return blank, lambda _, y: y
+        if self._reduce == "mean" and not all(map(is_float, outputs.step.y)):
+            raise InputError('reduce="mean" needs outputs that can be divided, some are not floats; use "sum"')
+        # From 0 on, as in Python: true outputs are counted.
+        blank = jax.tree.map(lambda y: y if is_float(y) else 0 + y, blank)
         return blank, lambda acc, y: jax.tree.map(jnp.add, acc, y)
 
     def _step(self) -> tuple[StepFunction, Any]:
@@ -113,9 +119,7 @@ def loop_length(xs: Any, length: int | None) -> int:
         name = f"xs{jax.tree_util.keystr(path)}"
         shape = jnp.shape(leaf)
         if not shape:
-            raise InputError(
-                f"{name} has no axis to run over: it is a single number; give an array of one for each step"
-            )
+            raise InputError(f"{name}={leaf!r} has no axis to run over; give an array with a row for each step")
         sizes.setdefault(shape[0], name)
     if length is not None:
         whole_number(length, "length", least=0, most=MOST_STEPS)

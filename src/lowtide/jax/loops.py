@@ -11,6 +11,7 @@ from typing import Any
 
 from lowtide.errors import InputError
 from lowtide.folds import Reduce
+from lowtide.jax.jaxprs import is_float
 from lowtide.jax.loop import Loop, without_carry
 from lowtide.jax.lowering import Lowering
 from lowtide.jax.measure import costs
@@ -18,7 +19,7 @@ from lowtide.jax.nested import Nested
 from lowtide.jax.plainly import runs_plainly
 from lowtide.jax.step import StepFunction
 from lowtide.jax.tables import Tables, tables
-from lowtide.jax.taping import Taping, active_leaves, is_float
+from lowtide.jax.taping import Taping, active_leaves
 from lowtide.jax.ticks import Ticks
 from lowtide.knobs import Knobs
 from lowtide.plan import Plan
@@ -83,8 +84,8 @@ def checkpointed_scan(
     """`scan` in bounded memory: the same results and gradients.
 
     One knob says how much memory: `budget`, `checkpoints`, `base`, or a `plan` made before. With none of them it is the
-    least memory that runs no step more than one extra time. Every derivative can be taken but one: a gradient of the
-    gradient, reverse mode over reverse mode, needs `base`.
+    least memory that runs no step more than one extra time. Every derivative can be taken but a second one in reverse
+    mode, a gradient of a gradient or of a tangent: that needs `base`.
 
     Args:
         f: the step, as in `scan`; a pure function.
@@ -172,26 +173,25 @@ def _plain(loop: Loop, pbar: Any) -> tuple[Any, Any]:
 
 
 def _checkpointed(loop: Loop, knobs: Knobs, pbar: Any) -> tuple[Any, Any]:
-    ticks = Ticks(pbar, loop.length)
-    if loop.length == 0 or runs_plainly():
+    length, ticks = loop.length, Ticks(pbar, loop.length)
+    schedule = None if knobs.plan is None else knobs.choose(None, length).schedule
+    if length == 0 or runs_plainly():
         return loop.plain(ticks)
     traced = loop.trace()
-    schedule = None if knobs.plan is None else knobs.choose(None, loop.length).schedule
     base = schedule.base if isinstance(schedule, Base) else knobs.base
     if base is not None:
-        nested = Nested(traced.step, min(base, loop.length), loop.length, loop.reverse, loop.unroll, ticks)
+        nested = Nested(traced.step, min(base, length), length, loop.reverse, loop.unroll, ticks)
         return loop.result(traced, *nested(traced.consts, traced.init, traced.xs))
 
-    def follow(taping: Taping) -> Tables:
-        return tables(judged(knobs.choose(costs(taping, loop.length), loop.length)))
+    def follow(taping: Taping) -> Tables:  # JAX remembers it, so it holds no arrays
+        return tables(judged(knobs.choose(costs(taping, length), length)))
 
-    lowering = Lowering(traced.step, follow, loop.length, loop.reverse, loop.unroll, ticks)
+    lowering = Lowering(traced.step, follow, length, loop.reverse, loop.unroll, ticks)
     return loop.result(traced, *lowering(traced.consts, traced.init, traced.xs))
 
 
 def _planned(loop: Loop, knobs: Knobs, wrt: Collection[str]) -> Plan:
-    unknown = set([wrt] if isinstance(wrt, str) else wrt) - {"closure", "init", "xs"}
-    if isinstance(wrt, str) or unknown:
+    if isinstance(wrt, str) or wrt is None or not set(wrt) <= {"closure", "init", "xs"}:
         raise InputError(f'wrt={wrt!r}: give a tuple of "closure", "init", "xs"')
     if loop.length == 0:
         raise InputError("a loop of no steps needs no plan")

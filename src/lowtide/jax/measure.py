@@ -29,11 +29,11 @@ class Costs:
 
 
 def costs(taping: Taping, length: int, *, nested: bool = False) -> Costs:
-    """The loop of `length` steps over a step with this tape; nested scans hold a stretch's outputs beside it, twice."""
+    """The loop of `length` steps over a step with this tape; nested scans hold a stretch.s outputs and sums twice."""
     step, active = taping.step, taping.active
     state = max(nbytes(step.carry), 1)
     cotangent = nbytes(step.carry[k] for k in active.carry)
-    sums = nbytes(step.consts[k] for k in active.consts)
+    sums = nbytes(step.consts[k] for k in active.consts) * (1 + nested)
     # Buffers of a compiled program are there all the time; those of a step forward and of one backward hardly overlap.
     working = state + sums + nbytes(step.x) + sum(taping.transients())
     cost = StepCost(

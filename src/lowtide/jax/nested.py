@@ -11,18 +11,20 @@ outputs are the other way round: their values are written into one array, their 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lowtide.errors import FunctionError
 from lowtide.jax.buffers import buffers, read
-from lowtide.jax.jaxprs import holds_complex
+from lowtide.jax.jaxprs import holds_complex, is_float
 from lowtide.jax.shadows import JOINED, shadow, with_tangent_of
 from lowtide.jax.step import Leaves, Step
-from lowtide.jax.taping import is_float
 from lowtide.jax.ticks import Ticks
 
 # What only picks or rearranges is made again rather than kept on the tape: a row of the inputs above all.
@@ -46,11 +48,20 @@ class Nested:
 
     def __call__(self, consts: Leaves, init: Leaves, xs: Leaves) -> tuple[Leaves, Leaves]:
         """The last carry and the outputs of all steps."""
+        if any("IO" in type(effect).__name__ for effect in self.step.jaxpr.effects):
+            raise FunctionError(
+                f"base={self.base:,} cannot differentiate a step that calls io_callback; use another knob, or "
+                "jax.debug.callback"
+            )
         segments = self._segments()
         shadows = [_cut(shadow(x), segments, self.reverse) if is_float(x) else [None] * len(segments) for x in xs]
-        values = [lax.stop_gradient(x) for x in xs]
+        given = consts, [lax.stop_gradient(x) for x in xs]
 
-        def stretch(carry: Leaves, start: Any, length: int, rows: list[Any]) -> tuple[Leaves, Leaves]:
+        def stretch(
+            length: int, given: tuple[Leaves, Leaves], carry: Leaves, start: Any, rows: list[Any]
+        ) -> tuple[Leaves, Leaves]:
+            consts, values = given
+
             def step(carry: Leaves, now: tuple[Any, list[Any]]) -> tuple[Leaves, Leaves]:
                 k, tangents = now
                 place = self.length - 1 - k if self.reverse else k
@@ -67,16 +78,17 @@ class Nested:
             ks = start + jnp.arange(length, dtype=jnp.int32)
             return lax.scan(step, carry, (ks, rows), length, unroll=min(self.unroll, length))
 
-        inner = jax.checkpoint(stretch, prevent_cse=False, static_argnums=(2,))
         carry, ys = init, buffers(self.step.y, self.length)
         parts: list[Leaves] = []
         for place, segment in enumerate(segments):
-            run = stretch if segment is segments[-1] else inner
+            run: Callable[..., Any] = partial(stretch, segment.length)
+            if segment is not segments[-1]:
+                run = jax.checkpoint(run, prevent_cse=False)
 
             def one(held: Any, now: Any, segment: _Segment = segment, run: Any = run) -> Any:
                 (carry, ys), (i, rows) = held, now
                 start = segment.start + i * segment.length
-                carry, y = run(carry, start, segment.length, rows)
+                carry, y = run(given, carry, start, rows)
                 self.ticks.stretch(start, segment.length)
                 return (carry, self._put(ys, start, y, segment.length)), y
 
@@ -126,5 +138,5 @@ def _cut(x: Any, segments: list[_Segment], reverse: bool) -> list[Any]:
 
 def _joined(parts: list[Any], reverse: bool) -> Any:
     """The rows of all stretches in order."""
-    joined = lax.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts], 0)
+    joined = lax.concatenate([part.reshape(part.shape[0] * part.shape[1], *part.shape[2:]) for part in parts], 0)
     return lax.rev(joined, (0,)) if reverse else joined

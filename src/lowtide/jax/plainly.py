@@ -1,30 +1,23 @@
-"""Checkpointed loops that run as plain ones: the other side of a comparison."""
+"""Checkpointed loops that are traced as plain ones: the other side of a comparison."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import jax
 
-class _Thread(threading.local):
-    plainly = False
-
-
-_thread = _Thread()
+# Part of what JAX remembers traces by, so that a function that was jitted before is traced again.
+_context = jax.make_user_context(False)
 
 
 def runs_plainly() -> bool:
-    """Whether checkpointed loops are to run as plain ones."""
-    return _thread.plainly
+    """Whether checkpointed loops are to be traced as plain ones."""
+    return bool(_context.value)
 
 
 @contextmanager
-def plainly(yes: bool = True) -> Iterator[None]:
-    """Inside, checkpointed loops are traced as plain ones, if so: the other side of a comparison."""
-    before = _thread.plainly
-    _thread.plainly = yes
-    try:
+def plainly(yes: bool) -> Iterator[None]:
+    """Inside, checkpointed loops are traced as plain ones, if so."""
+    with _context(yes):
         yield
-    finally:
-        _thread.plainly = before

@@ -115,18 +115,16 @@ def _row(xs: Any) -> Any:
 
 
 def _alike(old: Any, new: Any) -> bool:
-    return bool(old.shape == new.shape and old.dtype == new.dtype)
+    same = (old.shape, old.dtype, old.sharding) == (new.shape, new.dtype, new.sharding)
+    return bool(same and old.manual_axis_type == new.manual_axis_type)
 
 
 def _promoted(leaf: Any, new: Any) -> Any:
     """The leaf in the step's own type, where it has no firm one itself."""
     aval = None if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    if (
-        aval is not None
-        and aval.weak_type
-        and aval.shape == new.shape
-        and jnp.promote_types(aval.dtype, new.dtype) == new.dtype
-    ):
+    if aval is None or not aval.weak_type or aval.shape != new.shape:
+        return leaf
+    if jnp.result_type(leaf, jnp.zeros((), new.dtype)) == new.dtype:
         return lax.convert_element_type(leaf, new.dtype)
     return leaf
 

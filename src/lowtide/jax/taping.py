@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
-from lowtide.jax.jaxprs import dependences, invariant, needed_for, transient
+from lowtide.jax.jaxprs import depends, invariant, needed_for, transient
 from lowtide.jax.step import Leaves, Step, call
 
 
@@ -89,12 +88,6 @@ class Taping:
         ((consts, before, inputs),) = pull([carry, y])
         return consts, before, inputs
 
-    def reaches(self) -> list[set[int]]:
-        """For each active leaf of consts, carry and x, in this order, which cotangents of carry and y get to it."""
-        jaxpr = self._pull_jaxpr()
-        cotangents = len(self.active.carry) + len(self.active.y)
-        return dependences(jaxpr, jaxpr.invars[len(jaxpr.invars) - cotangents :])
-
     def transients(self) -> tuple[int, int]:
         """Bytes that XLA needs, beyond arguments and results, to run the step with its tape and to pull it back."""
         return transient(self._taped), transient(self._pull_jaxpr())
@@ -110,34 +103,18 @@ class Taping:
 def active_leaves(step: Step, consts: Sequence[bool], carry: Sequence[bool], x: Sequence[bool]) -> Active:
     """Which leaves a gradient flows through, given those of the loop's own arguments.
 
-    A part of the carry that begins without a gradient may get one from the step. So every part is pulled back at first,
-    and those count whose cotangent gets to anything that has one.
+    A part of the carry that begins without a gradient may get one from the step, and pass it on in the next.
     """
-    every = Active(_true(consts), _floats(step.carry), _true(x), _floats(step.y))
-    reaches = Taping(step, every).reaches()
-    n, m = len(every.consts), len(every.carry)
-    ends = [True] * n + [carry[k] for k in every.carry] + [True] * len(every.x)
+    outer, given = step.jaxpr.constvars, step.jaxpr.invars
+    on = list(carry)
     while True:
-        seen = set().union(*(sources for sources, has in zip(reaches, ends, strict=True) if has))
-        grown = ends[:n] + [has or k in seen for k, has in enumerate(ends[n : n + m])] + ends[n + m :]
-        if grown == ends:
+        moving = [var for var, yes in zip((*outer, *given), (*consts, *on, *x), strict=True) if yes]
+        out = depends(step.jaxpr, moving)
+        grown = [was or now for was, now in zip(on, out[: len(on)], strict=True)]
+        if grown == on:
             break
-        ends = grown
-    return Active(
-        every.consts,
-        tuple(place for k, place in enumerate(every.carry) if ends[n + k]),
-        every.x,
-        tuple(place for k, place in enumerate(every.y) if m + k in seen),
-    )
-
-
-def is_float(aval: Any) -> bool:
-    """Whether a gradient can flow through an array of this type."""
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
-def _floats(avals: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(k for k, aval in enumerate(avals) if is_float(aval))
+        on = grown
+    return Active(_true(consts), _true(on), _true(x), _true(out[len(on) :]))
 
 
 def _true(flags: Sequence[bool]) -> tuple[int, ...]:

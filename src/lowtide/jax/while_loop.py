@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import comb
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from numpy.typing import NDArray
 
+from lowtide.chain import StepCost
 from lowtide.checks import whole_number
 from lowtide.errors import FunctionError, InputError
 from lowtide.jax.buffers import buffers, instantiated, read, write, zeros
@@ -30,7 +30,7 @@ from lowtide.jax.plainly import runs_plainly
 from lowtide.jax.step import Leaves, Step, as_lax_says, call, trace
 from lowtide.jax.taping import Taping, active_leaves
 from lowtide.planners.online import online_slots
-from lowtide.planners.revolve import slots_within
+from lowtide.planners.revolve import least_with_slots, slots_within
 from lowtide.sizes import parse_size
 
 # With none of the knobs: up to 1,325 steps run at most twice more, up to 23,425 three times.
@@ -38,7 +38,8 @@ DEFAULT_CHECKPOINTS = 50
 _NO_END = 2**31 - 1
 # Steps that the table of slots is made for. Beyond, every second state is a candidate, then every fourth, and so on.
 _TABLE = 4096
-_REPEATS = 256
+_REPEATS = 96  # enough for two slots and as many steps
+_MOST_SLOTS = 1024  # more save next to nothing, and are looked through at each step
 
 
 def checkpointed_while_loop(
@@ -73,8 +74,10 @@ def checkpointed_while_loop(
         return lax.while_loop(cond, body, init)
 
     traced = trace(lambda carry, _: (body(carry), None), init, None, plain)
-    goes_on = jax.make_jaxpr(lambda *leaves: cond(traced.carry_tree.unflatten(leaves)))(*traced.init)
-    if [(aval.shape, aval.dtype) for aval in goes_on.out_avals] != [((), np.dtype(bool))]:
+    goes_on, like = jax.make_jaxpr(lambda *leaves: cond(traced.carry_tree.unflatten(leaves)), return_shape=True)(
+        *traced.init
+    )
+    if (getattr(like, "shape", None), getattr(like, "dtype", None)) != ((), np.dtype(bool)):
         raise as_lax_says(plain)
     loop = _While(traced.step, goes_on.jaxpr, len(traced.consts), slots, bytes_, most)
     carry = (loop.plain if runs_plainly() else loop)([*traced.consts, *goes_on.consts], traced.init)
@@ -120,7 +123,8 @@ class _While:
         consts, init = primals
         perturbed = [[not isinstance(tangent, SymbolicZero) for tangent in leaves] for leaves in tangents]
         taping = Taping(self.step, active_leaves(self.step, perturbed[0][: self.own], perturbed[1], []))
-        slots = self.slots if self.budget is None else slots_within(costs(taping, 1).chain[0], self.budget)
+        slots = self.slots if self.budget is None else _slots_within(costs(taping, 1).chain[0], self.budget)
+        slots = max(1, min(slots, self.most, _MOST_SLOTS))
         back = _Back(self, taping, slots, tuple(k for k, moves in enumerate(perturbed[1]) if moves))
         carry, held = back.forward_pass(consts, init)
         active = taping.active.carry
@@ -221,10 +225,18 @@ class _Back:
         return consts, init, slots, steps, length
 
 
+def _slots_within(step: StepCost, budget: int) -> int:
+    """The most slots that fit, with their row of binomials."""
+    slots_within(step, budget)  # says so if there is room for none
+    return 1 + (budget - least_with_slots(step)) // (step.state + 4 * (_REPEATS + 1))
+
+
 def _binomials(slots: int) -> NDArray[np.int32]:
-    """beta(s, r) for s up to `slots`, as far as 32 bits go."""
-    table = [[min(comb(s + r, s), _NO_END) for r in range(_REPEATS)] for s in range(slots + 1)]
-    return np.array(table, np.int32)
+    """beta(s, r) = beta(s-1, r) + beta(s, r-1) for s up to `slots`, as far as 32 bits go."""
+    table = np.ones((slots + 1, _REPEATS), np.int64)
+    for s in range(1, slots + 1):
+        table[s] = np.minimum(np.cumsum(table[s - 1]), _NO_END)
+    return table.astype(np.int32)
 
 
 def _left_part(binomials: Any, length: Any, slots: Any) -> Any:
