@@ -12,6 +12,7 @@ from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.frontier import frontier
 from lowtide.planners.hetero import Hetero
 from lowtide.planners.revolve import Revolve
+from lowtide.planners.rooms import rooms_of_one_sweep, rooms_within
 from lowtide.planners.sweep import Base, Sweep
 from lowtide.planners.tiers import Tiers
 from lowtide.planners.uniform import Uniform
@@ -56,6 +57,37 @@ def test_disk_needs_a_budget_and_equal_steps() -> None:
         choose(EQUAL, disk=Disk(1.0, 1.0))
     with pytest.raises(InputError, match="disk goes with budget="):
         choose(UNEQUAL, 60, disk=Disk(1.0, 1.0))
+
+
+def test_rooms_are_planned_by_their_own_planner() -> None:
+    assert choose(EQUAL, 100, rooms=True).schedule == rooms_within(EQUAL, 100)
+    assert choose(EQUAL, "10%", rooms=True).schedule == rooms_within(EQUAL, 100)
+    assert choose(EQUAL, "10%", rooms=True).knob.value == 100
+    assert choose(EQUAL, rooms=True).schedule == rooms_of_one_sweep(EQUAL)
+    assert choose(EQUAL, checkpoints=3, rooms=True).schedule == Revolve(3)
+    assert choose(EQUAL, base=10, rooms=True).schedule == Base(10)
+
+
+@pytest.mark.parametrize("budget", [14, 40, 150, 400, 999, 1000])
+def test_rooms_never_need_fewer_runs_than_memory_that_goes_to_either(budget: int) -> None:
+    rooms, either = choose(EQUAL, budget, rooms=True), choose(EQUAL, budget)
+    assert rooms.bill == simulate(rooms)
+    assert rooms.bill.peak_memory <= budget
+    assert rooms.bill.plain_runs >= either.bill.plain_runs
+
+
+def test_rooms_too_small_name_the_least() -> None:
+    with pytest.raises(BudgetError) as caught:
+        choose(EQUAL, 13, rooms=True)
+    assert (caught.value.budget, caught.value.least) == (13, 14)
+    assert choose(EQUAL, 14, rooms=True).schedule == Revolve(1, 1)
+
+
+def test_rooms_need_equal_steps_and_no_disk() -> None:
+    with pytest.raises(InputError, match="rooms goes with a chain of equal steps and without disk"):
+        choose(UNEQUAL, 60, rooms=True)
+    with pytest.raises(InputError, match="rooms goes with a chain of equal steps and without disk"):
+        choose(EQUAL, 60, disk=Disk(1.0, 1.0), rooms=True)
 
 
 @pytest.mark.parametrize("chain", [EQUAL, UNEQUAL], ids=["equal", "unequal"])

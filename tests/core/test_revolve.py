@@ -3,12 +3,16 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
+from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape, Tier
 from lowtide.chain import Chain, StepCost, Working
 from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Bound, Knob, Plan
+from lowtide.planners import splits
 from lowtide.planners.revolve import Revolve, beta, least_with_slots, plain_runs, slots_within
+from lowtide.planners.uniform import _exact_lefts
 from lowtide.simulate import simulate, simulate_actions
 from tests.core.peers import peer_plain_runs
 
@@ -16,13 +20,13 @@ INFINITE = 10**9
 
 
 @cache
-def recurrence(length: int, slots: int) -> int:
-    """Griewank and Walther's recurrence, evaluated as it stands."""
-    if length == 1:
+def recurrence(length: int, slots: int, steps: int = 1) -> int:
+    """Griewank and Walther's recurrence, evaluated as it stands; `steps` of them can be taped at once."""
+    if length <= steps:
         return 0
     if slots == 0:
         return INFINITE
-    return min(j + recurrence(j, slots) + recurrence(length - j, slots - 1) for j in range(1, length))
+    return min(j + recurrence(j, slots, steps) + recurrence(length - j, slots - 1, steps) for j in range(1, length))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,46 @@ def test_schedules_reach_the_recurrence(slots: int) -> None:
         assert bill.peak_memory <= slots * 3 + 5
 
 
+@pytest.mark.parametrize("steps", [2, 3, 5, 8, 13])
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_several_steps_of_tape_reach_the_recurrence(slots: int, steps: int) -> None:
+    for length in range(1, 70):
+        chain = Chain.equal(StepCost(3, 5, cotangent=2, working=Working(1, 4, 2)), length)
+        plan = Plan.make(chain, Knob("checkpoints", slots), Revolve(slots, steps))
+        bill = simulate(plan)
+        assert bill == plan.bill
+        assert bill.plain_runs == plain_runs(length, slots, steps) == recurrence(length, slots, steps)
+        assert bill.peak_snapshots <= slots
+        assert bill.peak_memory <= slots * 3 + steps * 5 + chain[0].working_set
+        assert max(action.stop - action.start for action in plan.actions() if isinstance(action, Tape)) <= steps
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 900), st.integers(1, 12), st.integers(1, 40))
+def test_equal_rooms_are_the_exact_recurrence_of_constant_capacities(length: int, slots: int, steps: int) -> None:
+    """`uniform`'s own dynamic program, with the same room for tape however many snapshots are held."""
+    lefts = _exact_lefts((steps,) * (slots + 1), length)
+
+    def rule(size: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
+        return (0 if size <= steps else lefts[size, held]), Tier.MEMORY
+
+    chain = Chain.equal(StepCost(3, 5), length)
+    plan = Plan.make(chain, Knob("none"), Revolve(slots, steps))
+    assert plan.bill.plain_runs == splits.bill(rule, chain).plain_runs
+    assert plan.bill == simulate(plan)
+    assert plan.bound is not None
+    assert plan.bound.runs == plan.bill.plain_runs
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 100])
+@pytest.mark.parametrize("slots", [1, 2, 50])
+def test_several_steps_of_tape_have_a_closed_form_too(slots: int, steps: int) -> None:
+    chain = Chain.equal(StepCost(2, 3, cotangent=2, working=Working(1, 5, 4)), 10**6)
+    assert Revolve(slots, steps).bill(chain).plain_runs == plain_runs(10**6, slots, steps)
+    scope = f"with {slots:,} snapshots and {'one step' if steps == 1 else f'{steps:,} steps'} of tape"
+    assert Revolve(slots, steps).bound(chain) == Bound(plain_runs(10**6, slots, steps), scope)
+
+
 def test_golden_order() -> None:
     expected: list[Action] = [
         Save(0), Advance(0, 3),
@@ -97,6 +141,8 @@ def test_over_unequal_steps_the_bill_is_played() -> None:
 def test_slots_are_checked(slots: int) -> None:
     with pytest.raises(InputError, match="checkpoints="):
         Revolve(slots)
+    with pytest.raises(InputError, match="steps="):
+        Revolve(2, slots)
 
 
 @pytest.mark.parametrize(("length", "slots"), [(50, 3), (100, 5), (300, 7), (1000, 10)])

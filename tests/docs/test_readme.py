@@ -21,15 +21,15 @@ def test_it_is_short() -> None:
 
 def test_its_python_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     programs = [block for fence, block in BLOCKS if fence == "python"]
-    assert len(programs) == 3
+    assert len(programs) == 4
     outputs = []
     for program in programs:
         exec(compile(program, "README.md", "exec"), {})
         outputs.append(capsys.readouterr().out)
     (expected,) = [block for fence, block in BLOCKS if fence == "text"]
-    assert outputs[2] == expected
-    assert "budget=256 KiB" in outputs[1]
-    assert outputs[1].count("same bits") == 2
+    assert outputs[3] == expected
+    assert "budget=256 KiB" in outputs[2]
+    assert outputs[2].count("same bits") == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)

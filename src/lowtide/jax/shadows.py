@@ -52,7 +52,7 @@ def _joined_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
 JOINED = "lowtide_with_tangent_of"
 _joined_p = core.Primitive(JOINED)
 _joined_p.def_impl(lambda value, _: value)
-_joined_p.def_abstract_eval(lambda value, _: value)
+_joined_p.def_abstract_eval(lambda _, shadow: shadow)  # whose type may be a weak one
 ad.primitive_jvps[_joined_p] = _joined_jvp
 batching.primitive_batchers[_joined_p] = _joined_batch
 mlir.register_lowering(_joined_p, lambda _, value, __: [value])
