@@ -30,7 +30,7 @@ def pair(carry: Any, x: Any) -> Any:
             r"xs\[0\] says 6, xs\[1\] says 4",
         ),
         (lambda lt: lt.checkpointed_for_loop(abs, XS, length=4), ValueError, r"xs\[0\] says 6, length says 4"),
-        (lambda lt: lt.checkpointed_for_loop(abs, 3.0), ValueError, r"xs\[0\] has no axis to run over"),
+        (lambda lt: lt.checkpointed_for_loop(abs, 3.0), ValueError, r"xs\[0\]=3.0 has no axis to run over"),
         (lambda lt: lt.checkpointed_for_loop(lambda: XS), ValueError, "nothing says how many steps there are"),
         (lambda lt: lt.checkpointed_for_loop(abs, XS, base=1), ValueError, "base=1 is too small"),
         (lambda lt: lt.checkpointed_for_loop(abs, XS, base=True), ValueError, "base=True is a boolean"),

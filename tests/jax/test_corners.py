@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import lowtide.jax as lt
 from lowtide import FunctionError, InputError
+from lowtide.jax.step import as_lax_says
 
 KNOBS: list[dict[str, Any]] = [{}, {"base": 3}, {"checkpoints": 2}]
 
@@ -145,6 +146,12 @@ def test_a_gradient_of_a_tangent() -> None:
     assert jnp.allclose(second(lt.checkpointed_scan, base=3), second(lax.scan), rtol=1e-12)
     with pytest.raises(FunctionError, match="base="):
         second(lt.checkpointed_scan)
+
+
+def test_what_lax_has_no_words_for() -> None:
+    with pytest.raises(TypeError, match="carry"):
+        lt.checkpointed_scan(lambda c, _: (jnp.int32(1), None), 0.5, None, 3)
+    assert "make both the same" in str(as_lax_says(lambda: 1))
 
 
 def test_names_and_numbers() -> None:

@@ -43,11 +43,13 @@ class Taping:
         self._sources: list[tuple[str, int]] = []  # for each residual, where it is found again
         for var in self._jaxpr.outvars[first:]:
             if isinstance(var, core.Literal) or var in made_once:
-                self._sources.append(("same", _place(same, var)))
+                self._sources.append(("same", len(same)))
+                same.append(var)
             elif var in x:
                 self._sources.append(("x", x.index(var)))
             else:
-                self._sources.append(("tape", _place(tape, var)))
+                self._sources.append(("tape", len(tape)))
+                tape.append(var)
         self._taped = self._jaxpr.replace(outvars=[*self._jaxpr.outvars[:first], *tape])
         self._made_once = self._jaxpr.replace(
             eqns=needed_for(self._jaxpr, same), invars=consts, outvars=same, effects=set()
@@ -134,12 +136,3 @@ def _replaced(leaves: Sequence[Any], places: Sequence[int], new: Sequence[Any]) 
 
 def _cut(leaves: Sequence[Any], first: int, second: int) -> tuple[Leaves, Leaves, Leaves]:
     return list(leaves[:first]), list(leaves[first : first + second]), list(leaves[first + second :])
-
-
-def _place(known: list[Any], var: Any) -> int:
-    """Where a variable is in a list, to which it is added if it is not there yet."""
-    for place, other in enumerate(known):
-        if other is var:
-            return place
-    known.append(var)
-    return len(known) - 1

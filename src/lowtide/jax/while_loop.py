@@ -219,10 +219,8 @@ class _Back:
     def _held(self, leaves: Leaves) -> tuple[Leaves, Leaves, Leaves, Any, Any]:
         count = len(self.loop.step.carry)
         *front, steps, length = leaves
-        consts, init, slots = front[: -2 * count], front[-2 * count : -count], front[-count:]
-        if not count:
-            consts, init, slots = front, [], []
-        return consts, init, slots, steps, length
+        own = len(front) - 2 * count
+        return front[:own], front[own : own + count], front[own + count :], steps, length
 
 
 def _slots_within(step: StepCost, budget: int) -> int:

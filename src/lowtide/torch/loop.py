@@ -27,6 +27,7 @@ class Loop:
         if not callable(self.target):
             kind = type(self.target).__name__
             raise FunctionError(f"f={self.target!r} is a {kind}, which cannot be called; give the step's function")
+        fold_of(self.reduce)  # says so if there is no such word
 
     def outputs(self) -> Outputs:
         """Where the steps' outputs go; with a fold of the user's own there are none."""

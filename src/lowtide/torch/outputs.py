@@ -232,14 +232,12 @@ class Last(Outputs):
 
 
 def outputs_for(reduce: str | None, length: int) -> Outputs:
-    """The outputs that `reduce` asks for."""
+    """The outputs that `reduce` asks for: None, "last", "sum" or "mean"."""
     if reduce is None:
         return Outputs(length)
     if reduce == "last":
         return Last(length)
-    if reduce in ("sum", "mean"):
-        return Sums(length, mean=reduce == "mean")
-    raise InputError(f'reduce={reduce!r} is not known; give "mean", "sum", "last", or (init, fold)')
+    return Sums(length, mean=reduce == "mean")
 
 
 def like_of(leaf: Any) -> Like | None:
