@@ -20,9 +20,10 @@ from brainstate import State, StateTraceStack
 from brainstate.transform import ProgressBar, StatefulFunction, scan
 
 import lowtide.jax as lt
+from lowtide.checks import function
 from lowtide.errors import FunctionError, InputError
 from lowtide.folds import Reduce
-from lowtide.jax.loop import check_callable, loop_length, without_carry
+from lowtide.jax.loop import loop_length, without_carry
 from lowtide.plan import Plan
 
 __all__ = [
@@ -195,7 +196,7 @@ class _Step:
     """
 
     def __init__(self, f: Callable[[Any, Any], Any], init: Any, xs: Any, length: int | None) -> None:
-        check_callable(f)
+        function(f, "f")
         self.length = loop_length(xs, length)
         row = jax.tree.map(_row, jax.eval_shape(lambda xs: xs, xs))
         self._f = _traced(f, init, row)

@@ -1,10 +1,10 @@
-"""Numbers that users give, checked once: whole numbers and seconds."""
+"""What users give, checked once: whole numbers, seconds, and functions."""
 
 from __future__ import annotations
 
 import operator
 
-from lowtide.errors import InputError
+from lowtide.errors import FunctionError, InputError
 
 # Larger numbers are slips of a unit.
 MOST_BYTES = 2**48
@@ -49,3 +49,9 @@ def keep_whole(value: object, field_name: str, *, least: int, most: int = MOST_B
 def keep_seconds(value: object, field_name: str, *, label: str = "") -> None:
     """The same for seconds, kept as a float."""
     object.__setattr__(value, field_name, seconds(getattr(value, field_name), label or field_name))
+
+
+def function(value: object, name: str) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        raise FunctionError(f"{name}={value!r} is a {type(value).__name__}, which cannot be called; give a function")

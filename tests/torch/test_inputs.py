@@ -14,6 +14,7 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import InputError
+from lowtide.folds import fold_of
 from lowtide.torch.bits import same_bits
 from lowtide.torch.inputs import Inputs
 from lowtide.torch.outputs import Last, Outputs, Sums, outputs_for
@@ -212,7 +213,7 @@ def test_an_unknown_reduction_is_refused() -> None:
     with pytest.raises(
         InputError, match=r'^reduce=\'max\' is not known; give "mean", "sum", "last", or \(init, fold\)$'
     ):
-        outputs_for("max", 3)
+        fold_of("max")
 
 
 def test_sums_begin_with_zero_so_that_minus_zero_is_lost_as_in_a_plain_sum() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from lowtide.errors import FunctionError
+from lowtide.checks import function
 
 
 def checkpoint(
@@ -28,8 +28,7 @@ def checkpoint(
         static_argnums: places of arguments that `fun` is specialised on.
         static_argnames: names of such arguments.
     """
-    if not callable(fun):
-        raise FunctionError(f"fun={fun!r} is a {type(fun).__name__}, which cannot be called; give a function")
+    function(fun, "fun")
     wrapped: Callable[..., Any] = jax.checkpoint(
         fun,
         prevent_cse=prevent_cse,

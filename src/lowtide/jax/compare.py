@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowtide.errors import FunctionError, InputError
+from lowtide.checks import function
+from lowtide.errors import InputError
 from lowtide.jax.jaxprs import is_float
 from lowtide.jax.plainly import plainly
 from lowtide.sizes import format_size
@@ -65,8 +66,7 @@ def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comp
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf for leaf in leaves]
     moving = [k for k, leaf in enumerate(leaves) if _is_float_array(leaf)]
-    if not callable(fn):
-        raise FunctionError(f"fn={fn!r} is a {type(fn).__name__}, which cannot be called; give a function")
+    function(fn, "fn")
     if not moving:
         raise InputError("none of fn's arguments is a float array to take a gradient of; pass parameters as arguments")
 

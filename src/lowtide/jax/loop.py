@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lowtide.checks import MOST_STEPS, whole_number
-from lowtide.errors import FunctionError, InputError
+from lowtide.checks import MOST_STEPS, function, whole_number
+from lowtide.errors import InputError
 from lowtide.folds import Fold, Reduce, fold_of, refuse_reducing_nothing
 from lowtide.jax.buffers import zeros
 from lowtide.jax.jaxprs import is_float
@@ -20,14 +20,8 @@ from lowtide.jax.ticks import Ticks
 
 def without_carry(f: Callable[..., Any]) -> StepFunction:
     """The step of a for loop: `f(*x)` and no carry."""
-    check_callable(f)
+    function(f, "f")
     return lambda carry, x: (carry, f(*x))
-
-
-def check_callable(f: object) -> None:
-    """Refuse a step that cannot be called."""
-    if not callable(f):
-        raise FunctionError(f"f={f!r} is a {type(f).__name__}, which cannot be called; give the step's function")
 
 
 class Loop:
@@ -36,7 +30,7 @@ class Loop:
     def __init__(
         self, f: StepFunction, init: Any, xs: Any, length: int | None, reverse: bool, unroll: Any, reduce: Reduce
     ) -> None:
-        check_callable(f)
+        function(f, "f")
         self.length = loop_length(xs, length)
         self.reverse = bool(reverse)
         if isinstance(unroll, bool):

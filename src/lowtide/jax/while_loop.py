@@ -20,8 +20,6 @@ from jax.extend import core
 from numpy.typing import NDArray
 
 from lowtide.chain import StepCost
-from lowtide.checks import whole_number
-from lowtide.errors import FunctionError, InputError
 from lowtide.jax.buffers import buffers, instantiated, read, write, zeros
 from lowtide.jax.linear import LinearMap, apply, once
 from lowtide.jax.lowering import added, replaced, with_zeros
@@ -29,12 +27,10 @@ from lowtide.jax.measure import costs
 from lowtide.jax.plainly import runs_plainly
 from lowtide.jax.step import Leaves, Step, as_lax_says, call, trace
 from lowtide.jax.taping import Taping, active_leaves
+from lowtide.knobs import WhileKnobs
 from lowtide.planners.online import online_slots
 from lowtide.planners.revolve import least_with_slots, slots_within
-from lowtide.sizes import parse_size
 
-# With none of the knobs: up to 1,325 steps run at most twice more, up to 23,425 three times.
-DEFAULT_CHECKPOINTS = 50
 _NO_END = 2**31 - 1
 # Steps that the table of slots is made for. Beyond, every second state is a candidate, then every fourth, and so on.
 _TABLE = 4096
@@ -61,14 +57,7 @@ def checkpointed_while_loop(
         budget: bytes for snapshots, one step of tape and the working set: 67108864 or "64MiB".
         max_steps: stop after so many steps even if `cond` still holds.
     """
-    for name, function in (("cond", cond), ("body", body)):
-        if not callable(function):
-            raise FunctionError(f"{name}={function!r} is a {type(function).__name__}, which cannot be called")
-    if checkpoints is not None and budget is not None:
-        raise InputError(f"checkpoints={checkpoints!r} and budget={budget!r} are two knobs; give one of them, or none")
-    slots = DEFAULT_CHECKPOINTS if checkpoints is None else whole_number(checkpoints, "checkpoints", least=1)
-    most = _NO_END if max_steps is None else whole_number(max_steps, "max_steps", least=0, most=_NO_END)
-    bytes_ = None if budget is None else parse_size(budget, "budget")
+    knobs = WhileKnobs.of(cond, body, checkpoints, budget, max_steps, _NO_END)
 
     def plain() -> Any:
         return lax.while_loop(cond, body, init)
@@ -79,7 +68,7 @@ def checkpointed_while_loop(
     )
     if (getattr(like, "shape", None), getattr(like, "dtype", None)) != ((), np.dtype(bool)):
         raise as_lax_says(plain)
-    loop = _While(traced.step, goes_on.jaxpr, len(traced.consts), slots, bytes_, most)
+    loop = _While(traced.step, goes_on.jaxpr, len(traced.consts), knobs)
     carry = (loop.plain if runs_plainly() else loop)([*traced.consts, *goes_on.consts], traced.init)
     return traced.carry_tree.unflatten(carry)
 
@@ -91,9 +80,7 @@ class _While:
     step: Step
     cond: core.Jaxpr
     own: int  # how many of the constants are the body's
-    slots: int
-    budget: int | None
-    most: int
+    knobs: WhileKnobs
 
     def __call__(self, consts: Leaves, init: Leaves) -> Leaves:
         run = jax.custom_jvp(self.plain)
@@ -103,7 +90,7 @@ class _While:
 
     def goes_on(self, consts: Leaves, k: Any, state: Leaves) -> Any:
         """Whether step k is run."""
-        return call(self.cond, consts[self.own :], *state)[0] & (k < self.most)
+        return call(self.cond, consts[self.own :], *state)[0] & (k < self.knobs.most)
 
     def advance(self, consts: Leaves, state: Leaves) -> Leaves:
         """One step."""
@@ -123,8 +110,10 @@ class _While:
         consts, init = primals
         perturbed = [[not isinstance(tangent, SymbolicZero) for tangent in leaves] for leaves in tangents]
         taping = Taping(self.step, active_leaves(self.step, perturbed[0][: self.own], perturbed[1], []))
-        slots = self.slots if self.budget is None else _slots_within(costs(taping, 1).chain[0], self.budget)
-        slots = max(1, min(slots, self.most, _MOST_SLOTS))
+        slots, budget = self.knobs.slots, self.knobs.budget
+        if budget is not None:
+            slots = _slots_within(costs(taping, 1).chain[0], budget)
+        slots = max(1, min(slots, self.knobs.most, _MOST_SLOTS))
         back = _Back(self, taping, slots, tuple(k for k, moves in enumerate(perturbed[1]) if moves))
         carry, held = back.forward_pass(consts, init)
         active = taping.active.carry
@@ -144,7 +133,7 @@ class _Back:
 
     def forward_pass(self, consts: Leaves, init: Leaves) -> tuple[Leaves, Leaves]:
         """The result, and what the way back needs: consts, init, slots, their steps, and the number of steps."""
-        table = jnp.asarray(online_slots(self.slots, min(self.loop.most, _TABLE)) or (self.slots,), jnp.int32)
+        table = jnp.asarray(online_slots(self.slots, min(self.loop.knobs.most, _TABLE)) or (self.slots,), jnp.int32)
 
         def step(now: tuple[Any, Leaves, Leaves, Any]) -> tuple[Any, Leaves, Leaves, Any]:
             k, state, slots, steps = now

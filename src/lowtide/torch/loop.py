@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.errors import FunctionError
+from lowtide.checks import function
 from lowtide.folds import Fold, Reduce, fold_of
 from lowtide.torch.inputs import Inputs
 from lowtide.torch.outputs import Outputs, outputs_for
@@ -24,9 +24,7 @@ class Loop:
     reduce: Reduce
 
     def __post_init__(self) -> None:
-        if not callable(self.target):
-            kind = type(self.target).__name__
-            raise FunctionError(f"f={self.target!r} is a {kind}, which cannot be called; give the step's function")
+        function(self.target, "f")
         fold_of(self.reduce)  # says so if there is no such word
 
     def outputs(self) -> Outputs:

@@ -11,10 +11,9 @@ import torch
 
 from lowtide.actions import Action, Advance
 from lowtide.chain import Chain, StepCost
-from lowtide.checks import whole_number
-from lowtide.errors import FunctionError, InputError, LowtideError
+from lowtide.errors import LowtideError
+from lowtide.knobs import WhileKnobs
 from lowtide.planners.online import Online, online
-from lowtide.sizes import parse_size
 from lowtide.torch import function, recording
 from lowtide.torch.ambient import Ambient, Randomness
 from lowtide.torch.engine import Engine
@@ -25,8 +24,6 @@ from lowtide.torch.probe import probe
 from lowtide.torch.stepping import Stepper
 from lowtide.torch.strays import refuse_strays
 
-# With none of the knobs: up to 1,325 steps run at most twice more, up to 23,425 three times.
-DEFAULT_CHECKPOINTS = 50
 _NO_END = 2**40
 
 
@@ -57,16 +54,9 @@ def checkpointed_while_loop(
         captures: see there.
         hidden: see there.
     """
-    if not callable(cond):
-        raise FunctionError(f"cond={cond!r} is a {type(cond).__name__}, which cannot be called")
-    if not callable(body):
-        raise FunctionError(f"body={body!r} is a {type(body).__name__}, which cannot be called")
-    if checkpoints is not None and budget is not None:
-        raise InputError(f"checkpoints={checkpoints!r} and budget={budget!r} are two knobs; give one of them, or none")
-    slots = DEFAULT_CHECKPOINTS if checkpoints is None else whole_number(checkpoints, "checkpoints", least=1)
-    most = _NO_END if max_steps is None else whole_number(max_steps, "max_steps", least=0)
-    bytes_ = None if budget is None else parse_size(budget, "budget")
-    condition = _Condition(cond, most)
+    knobs = WhileKnobs.of(cond, body, checkpoints, budget, max_steps, _NO_END)
+    slots, bytes_ = knobs.slots, knobs.budget
+    condition = _Condition(cond, knobs.most)
     stepper = Stepper(lambda carry, _: (body(carry), None), init)
     if not condition(0, init):
         return init
