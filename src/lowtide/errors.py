@@ -3,7 +3,7 @@
     LowtideError
     |-- InputError (ValueError)         an argument that cannot be used: what was given, what is accepted
     |   |-- BudgetError                 no plan fits the budget: `.least` is the smallest that works
-    |   `-- FunctionError (TypeError)   something that was to be called cannot be
+    |   `-- FunctionError (TypeError)   a function that cannot be used: not callable, another result, no such derivative
     |-- PlanError (ValueError)          a plan that breaks the rules: `.place`, `.action`, `.state`
     `-- CheckpointError (RuntimeError)  a run that cannot give the plain run's result
 
@@ -40,7 +40,7 @@ class BudgetError(InputError):
 
 
 class FunctionError(InputError, TypeError):
-    """Something that was to be called cannot be."""
+    """A function that cannot be used as it is: not callable, with another result than needed, or no such derivative."""
 
 
 class PlanError(LowtideError, ValueError):

@@ -23,7 +23,7 @@ from lowtide.jax.buffers import buffers, instantiated, read, write, zeros
 from lowtide.jax.linear import LinearMap, apply, once
 from lowtide.jax.step import Leaves, Step
 from lowtide.jax.tables import Tables
-from lowtide.jax.taping import Taping, active_leaves
+from lowtide.jax.taping import Taping, active_leaves, replaced
 from lowtide.jax.ticks import Ticks
 
 
@@ -237,12 +237,6 @@ def _entries(table: Any, row: Any) -> list[Any]:
 def added(one: Leaves, other: Leaves) -> Leaves:
     """Leaf by leaf."""
     return [a + b for a, b in zip(one, other, strict=True)]
-
-
-def replaced(leaves: Leaves, places: tuple[int, ...], new: Leaves) -> Leaves:
-    """The leaves with new ones at `places`."""
-    found = dict(zip(places, new, strict=True))
-    return [found.get(k, leaf) for k, leaf in enumerate(leaves)]
 
 
 def with_zeros(leaves: Leaves, places: tuple[int, ...], tangents: Leaves) -> Leaves:

@@ -63,7 +63,7 @@ class Taping:
         places = (active.consts, active.carry, active.x)
 
         def run(some: Sequence[Leaves]) -> tuple[list[Leaves], tuple[Leaves, Leaves]]:
-            new, y = self.step.run(*map(_replaced, given, places, some))
+            new, y = self.step.run(*map(replaced, given, places, some))
             return [_some(new, active.carry), _some(y, active.y)], (new, y)
 
         _, pull, (new, y) = jax.vjp(run, list(map(_some, given, places)), has_aux=True)
@@ -127,11 +127,10 @@ def _some(leaves: Sequence[Any], places: Sequence[int]) -> Leaves:
     return [leaves[place] for place in places]
 
 
-def _replaced(leaves: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> Leaves:
-    replaced = list(leaves)
-    for place, leaf in zip(places, new, strict=True):
-        replaced[place] = leaf
-    return replaced
+def replaced(leaves: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> Leaves:
+    """The leaves with new ones at `places`."""
+    found = dict(zip(places, new, strict=True))
+    return [found.get(k, leaf) for k, leaf in enumerate(leaves)]
 
 
 def _cut(leaves: Sequence[Any], first: int, second: int) -> tuple[Leaves, Leaves, Leaves]:

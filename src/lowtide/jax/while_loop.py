@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from lowtide.chain import StepCost
 from lowtide.jax.buffers import buffers, instantiated, read, write, zeros
 from lowtide.jax.linear import LinearMap, apply, once
-from lowtide.jax.lowering import added, replaced, with_zeros
+from lowtide.jax.lowering import added, with_zeros
 from lowtide.jax.measure import costs
 from lowtide.jax.plainly import runs_plainly
 from lowtide.jax.step import Leaves, Step, as_lax_says, call, trace
-from lowtide.jax.taping import Taping, active_leaves
+from lowtide.jax.taping import Taping, active_leaves, replaced
 from lowtide.knobs import WhileKnobs
 from lowtide.planners.online import online_slots
 from lowtide.planners.revolve import least_with_slots, slots_within
