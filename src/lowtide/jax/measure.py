@@ -29,7 +29,7 @@ class Costs:
 
 
 def costs(taping: Taping, length: int, *, nested: bool = False) -> Costs:
-    """The loop of `length` steps over a step with this tape; nested scans hold a stretch.s outputs and sums twice."""
+    """The loop of `length` steps over a step with this tape; nested scans hold a stretch's outputs and sums twice."""
     step, active = taping.step, taping.active
     state = max(nbytes(step.carry), 1)
     cotangent = nbytes(step.carry[k] for k in active.carry)
