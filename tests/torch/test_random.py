@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -57,12 +58,13 @@ def test_dropout_and_generators_of_every_kind(options: dict[str, Any]) -> None:
 
 def test_a_generator_that_comes_late_and_unnamed_is_refused() -> None:
     late = torch.Generator().manual_seed(0)
-    out_of_sight = {"late": late}
+    out_of_sight: ContextVar[torch.Generator] = ContextVar("out_of_sight")
+    out_of_sight.set(late)
     w = torch.randn(4, requires_grad=True)
 
     def step(h: torch.Tensor, k: torch.Tensor) -> Any:
         h = torch.tanh(h * w)
-        return (h + torch.rand(4, generator=out_of_sight["late"]) if k > 5 else h), None
+        return (h + torch.rand(4, generator=out_of_sight.get()) if k > 5 else h), None
 
     h, _ = lt.checkpointed_scan(step, torch.ones(4), torch.arange(30), base=6)
     with pytest.raises(CheckpointError, match="name the generator"):

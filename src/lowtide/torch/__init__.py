@@ -5,6 +5,7 @@ ys = lt.checkpointed_for_loop(net, xs, budget="64MiB")
 """
 
 from lowtide.torch import measure, spiking
+from lowtide.torch.checkpoint import checkpoint
 from lowtide.torch.compare import Comparison, compare_gradients
 from lowtide.torch.inputs import Steps
 from lowtide.torch.loops import (
@@ -22,6 +23,7 @@ __all__ = [
     "Comparison",
     "Recording",
     "Steps",
+    "checkpoint",
     "checkpointed_for_loop",
     "checkpointed_scan",
     "checkpointed_while_loop",

@@ -1,10 +1,11 @@
-"""What a rerun must find as the first run found it: random generators, autocast, default dtype and device."""
+"""What a rerun must find as the first run found it: random generators, autocast, default dtype, device and the like."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 
@@ -74,20 +75,66 @@ def mark_bytes(mark: Mark, start: Mark) -> int:
     return sum(state.nbytes for state in mark if id(state) not in before)
 
 
+@cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def _settings() -> tuple[Any, ...]:
+    """Default dtype and device, which attention kernels are allowed and in what order, and autocast."""
+    settings = (
+        torch.get_default_dtype(),
+        # A default device is a mode on torch's stack; to ask for it takes longer than to look at the stack.
+        torch.get_default_device() if torch._C._len_torch_function_stack() else None,
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_overrideable_sdp_enabled(),
+        tuple(torch._C._get_sdp_priority_order()),
+        torch.is_autocast_cache_enabled(),
+        ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+    )
+    if _has_cuda():  # pragma: no cover  (needs a GPU)
+        settings += (("cuda", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),)  # type: ignore[assignment]
+    return settings
+
+
+_AUTOCAST = 9  # where autocast begins in the settings
+_SDPA_SETTERS: tuple[Callable[[Any], None], ...] = (
+    torch._C._set_sdp_use_flash,
+    torch._C._set_sdp_use_mem_efficient,
+    torch._C._set_sdp_use_math,
+    torch._C._set_sdp_use_cudnn,
+    torch._C._set_sdp_use_overrideable,
+    torch._C._set_sdp_priority_order,
+)
+
+
+def _set_globals(settings: tuple[Any, ...]) -> None:
+    """Default dtype and attention kernels, which are global; the rest of the settings has contexts of its own."""
+    torch.set_default_dtype(settings[0])
+    for setter, value in zip(_SDPA_SETTERS, settings[2:], strict=False):
+        setter(value)
+
+
 class Ambient:
-    """Autocast, default dtype and default device as they are when it is made, and the user's own contexts."""
+    """Autocast, default dtype and device and attention kernels as they are when it is made; the user's own contexts."""
+
+    __slots__ = ("_contexts", "_settings")
+    _usual: ClassVar[tuple[Any, ...]] = ()  # the settings that were met last, so that equal ones are one object
 
     def __init__(self, contexts: Iterable[Callable[[], AbstractContextManager[Any]]] = ()) -> None:
-        kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-        self._casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-        self._dtype = torch.get_default_dtype()
-        self._device = torch.get_default_device()
+        settings = _settings()
+        if settings != Ambient._usual:
+            Ambient._usual = settings
+        self._settings = Ambient._usual
         self._contexts = tuple(contexts)
 
     @property
     def casts(self) -> bool:
         """Whether autocast is on."""
-        return any(enabled for _, enabled, _ in self._casts)
+        return any(enabled for _, enabled, _ in self._settings[_AUTOCAST:])
 
     @contextmanager
     def uncached(self) -> Iterator[None]:
@@ -102,20 +149,25 @@ class Ambient:
         finally:
             torch.set_autocast_cache_enabled(cached)
 
+    def is_now(self) -> bool:
+        """Whether everything is as it was, with nothing to enter."""
+        return not self._contexts and _settings() == self._settings
+
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, everything is as it was."""
-        dtype = torch.get_default_dtype()
-        with ExitStack() as stack:
-            for kind, enabled, cast in self._casts:
-                if enabled != torch.is_autocast_enabled(kind) or enabled:
-                    stack.enter_context(torch.autocast(kind, cast, enabled, cache_enabled=False))
-            if self._device != torch.get_default_device():
-                stack.enter_context(self._device)
-            for context in self._contexts:
-                stack.enter_context(context())
-            torch.set_default_dtype(self._dtype)
-            try:
+    def again(self, *, cached: bool = False) -> Iterator[None]:
+        """Inside, everything is as it was; autocast keeps copies of weights only if `cached`, and if it did then."""
+        now, then = _settings(), self._settings
+        _set_globals(then)
+        try:
+            with ExitStack() as stack:
+                for (kind, enabled, cast), (_, is_enabled, _) in zip(then[_AUTOCAST:], now[_AUTOCAST:], strict=True):
+                    if enabled or is_enabled:
+                        keeps = cached and then[_AUTOCAST - 1]
+                        stack.enter_context(torch.autocast(kind, cast, enabled, cache_enabled=keeps))
+                if then[1] != now[1]:
+                    stack.enter_context(then[1] or torch.device("cpu"))
+                for context in self._contexts:
+                    stack.enter_context(context())
                 yield
-            finally:
-                torch.set_default_dtype(dtype)
+        finally:
+            _set_globals(now)

@@ -26,7 +26,8 @@ from torch.autograd.graph import GradientEdge
 from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.bits import checksum, same_bits
 from lowtide.torch.capture import edge_of
-from lowtide.torch.slots import MISSING, Slot, Slots
+from lowtide.torch.reach import MISSING, Slot
+from lowtide.torch.slots import Slots
 from lowtide.torch.trees import Form, FormError, Opaque, form_of
 
 # Leaves whose contents a step may change without assigning anything.

@@ -107,15 +107,17 @@ def is_recomputing() -> bool:
     return _thread.recomputing
 
 
-@contextmanager
-def recomputing() -> Iterator[None]:
+class recomputing:  # noqa: N801  (used like a function)
     """Inside, `is_recomputing()` is True."""
-    before = _thread.recomputing
-    _thread.recomputing = True
-    try:
-        yield
-    finally:
-        _thread.recomputing = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = _thread.recomputing
+        _thread.recomputing = True
+
+    def __exit__(self, *_: object) -> None:
+        _thread.recomputing = self._before
 
 
 def runs_plainly() -> bool:

@@ -1,0 +1,559 @@
+"""`checkpoint(fn, *args)`: run a function, keep its arguments instead of its tape, and run it again for the backward.
+
+The first run builds its graph as always, so that outputs, hooks, shared weights and the order of every sum are those of
+the plain call. Only what autograd would save is not kept: a pair of saved-tensor hooks hands out numbers instead. When
+the backward asks for the first of them, the function runs once more, and what autograd saves in that rerun is what it
+asked for. The rerun finds its surroundings (`surroundings.py`), random numbers (`draws.py`) and settings (`ambient.py`)
+as the first run found them, or says that it cannot (`mismatch.py`).
+
+Calls may be nested. The arguments of an inner call are then saved by the outer one's hooks, so they are not kept
+either; before an inner call is run again, those around it are, from the outside in.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from copy import copy
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.checks import function as check_function
+from lowtide.errors import CheckpointError, InputError
+from lowtide.torch import recording
+from lowtide.torch.ambient import Ambient
+from lowtide.torch.bits import checksum
+from lowtide.torch.draws import Draws, OtherDrawsError
+from lowtide.torch.mismatch import Differs, Likeness, Naming, Place, in_words, value_in_words
+from lowtide.torch.reach import ATOMS
+from lowtide.torch.surroundings import Surroundings, begin_meeting, end_meeting
+from lowtide.torch.trees import Form, form_of
+
+Result = TypeVar("Result")
+ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_set_grad = torch._C._set_grad_enabled
+_transformed = torch._C._functorch.peek_interpreter_stack
+_compiling = torch.compiler.is_compiling
+_CHECKS = ("default", "none")
+
+
+def checkpoint(
+    function: Callable[..., Result],
+    *args: Any,
+    use_reentrant: bool | None = None,  # noqa: ARG001  (a word of torch's)
+    context_fn: Callable[[], ContextPair] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    contexts: Iterable[Callable[[], AbstractContextManager[Any]]] = (),
+    check_rerun: bool = False,
+    **kwargs: Any,
+) -> Result:
+    """Call `function(*args, **kwargs)` without keeping its tape; it runs again when the backward needs it.
+
+    Results and gradients are those of the plain call to the last bit. Buffers and attributes that the function changes
+    are changed once, random numbers are the same in the rerun, and where that cannot be had, it is an error.
+
+    Args:
+        function: what to call: a module, a method or any other function.
+        args: its arguments; tensors may be anywhere in tuples, lists and dicts.
+        use_reentrant: accepted so that code for `torch.utils.checkpoint` runs; it makes no difference here.
+        context_fn: gives two context managers, one for the first run and one for reruns, such as
+            `create_selective_checkpoint_contexts`.
+        determinism_check: "default" compares shape, dtype and device of what autograd saves in both runs; "none" only
+            how many there are.
+        debug: also remember where the first run saved each tensor, for the message if a rerun differs.
+        early_stop: end the rerun when it has made the last tensor that is needed. One that draws random numbers runs to
+            its end in any case, to see that they are the same.
+        preserve_rng_state: draw the same random numbers in the rerun: those of torch, Python and numpy, and of
+            generators that the function can reach.
+        contexts: functions that make context managers to be entered for reruns. Autocast, default dtype and device and
+            `sdpa_kernel` are restored without being named.
+        check_rerun: compare the values of what autograd saves in both runs, not only their shapes.
+        kwargs: more arguments of the function.
+    """
+    if _compiling():
+        if context_fn is not None:
+            kwargs["context_fn"] = context_fn
+        return torch.utils.checkpoint.checkpoint(  # type: ignore[no-any-return]  # torch's own
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+        )
+    if not torch.is_grad_enabled() or recording.runs_plainly() or _transformed() is not None:
+        return function(*args, **kwargs)
+    if determinism_check not in _CHECKS:
+        raise InputError(f"determinism_check={determinism_check!r} is not known; give one of {', '.join(_CHECKS)}")
+    check_function(function, "function")
+    stack = _thread.calls
+    try:
+        if len(stack) > 8:
+            _make_room(24)
+        call = _Call(function, args, kwargs, early_stop, contexts, preserve_rng_state)
+        first, call.context = (None, None) if context_fn is None else context_fn()
+        call.begin(stack, determinism_check == "none", check_rerun, debug)
+        try:
+            if first is None:
+                result = function(*args, **kwargs)
+            else:
+                with first:
+                    result = function(*args, **kwargs)
+        except BaseException:
+            call.end(stack)
+            raise
+        call.end(stack)
+    except RecursionError:
+        if len(stack) < 20:  # not because of us
+            raise
+        raise CheckpointError(
+            f"checkpoint calls are nested {len(stack):,} deep, and Python's stack of {sys.getrecursionlimit():,} "
+            "frames is full; nest fewer of them, or raise sys.setrecursionlimit"
+        ) from None
+    call.finish()
+    return result
+
+
+def innermost_is_rerun() -> bool:
+    """Whether the innermost checkpoint call around is being run again; False without any."""
+    stack = _thread.calls
+    return bool(stack) and stack[-1][1]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[tuple[_Call, bool]] = []  # calls that are running, outermost first; True for a rerun
+
+
+_thread = _Thread()
+
+
+def _make_room(depth: int) -> None:
+    """Raise RecursionError now rather than while cleaning up."""
+    if depth:
+        _make_room(depth - 1)
+
+
+class _Stop(BaseException):
+    """Ends a rerun that has all it needs. Not an Exception, so that nobody takes it for one of their own."""
+
+    def __init__(self, saved: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.saved = saved
+
+
+class _Kept(torch.autograd.Function):
+    """A node that saves tensors the way autograd does, through the hooks of the calls around."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.detach()
+
+
+_anchor = torch.empty(0, requires_grad=True)
+# Likenesses that are equal are one object, and so are rows of them: most calls are like the one before.
+_likenesses: dict[Likeness, Likeness] = {}
+_rows: dict[int, tuple[Likeness, ...]] = {}
+
+
+class _Call:
+    """One call: what it takes to run it again, and what the latest rerun has made."""
+
+    __slots__ = (
+        "_ambient",
+        "_atoms",
+        "_count",
+        "_counter",
+        "_draws",
+        "_early_stop",
+        "_flags",
+        "_form",
+        "_function",
+        "_held",
+        "_hidden",
+        "_keys",
+        "_likes",
+        "_places",
+        "_surroundings",
+        "_values",
+        "_versions",
+        "_wheres",
+        "context",
+        "outer",
+        "store",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        early_stop: bool,
+        contexts: Iterable[Callable[[], AbstractContextManager[Any]]],
+        draws: bool,
+    ) -> None:
+        self._function = function
+        self._early_stop = early_stop
+        self._keys = tuple(kwargs)
+        self.context: AbstractContextManager[Any] | None = None
+        self.outer: tuple[_Call, int, int] | None = None
+        self.store: list[torch.Tensor | None] = []
+        self._count = -1  # how many tensors the first run saved, once it is over
+        self._counter: Iterator[int] | None = None
+        self._likes: Any = None
+        self._values: list[tuple[int, str]] | None = None
+        self._wheres: list[Place] | None = None
+        self._hidden: _Tensors | None = None
+        self._surroundings: Surroundings | None = None
+        self._draws: Draws | None = None
+        self._take(args, kwargs, draws)
+        self._ambient = Ambient(contexts)
+
+    # --- the first run
+
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool) -> None:
+        """Take the arguments apart into tensors and the rest, and note what can be reached from them."""
+        leaves: list[Any] = [*args, *kwargs.values()]
+        self._form: Form | None = None
+        if any(type(leaf) not in ATOMS and not isinstance(leaf, torch.Tensor) for leaf in leaves):
+            self._form = form_of(leaves)
+            leaves = self._form.flatten(leaves)
+        notes = Surroundings()
+        tensors, places = [], []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+                places.append(place)
+                leaves[place] = None
+        notes.find_call(self._function, leaves)
+        self._atoms = leaves
+        self._places = places
+        self._keep_arguments(tensors)
+        self._surroundings = notes
+        if draws:
+            self._draws = Draws(notes.sources)
+
+    def _keep_arguments(self, tensors: list[torch.Tensor]) -> None:
+        top = _top_hooks(False)
+        around = getattr(top[1], "__self__", None) if top is not None else None
+        if isinstance(around, _Call):
+            before = around.saved_so_far()
+            self._held = _Tensors(tensors, through_hooks=True)
+            self.outer = (around, before, around.saved_so_far())
+        else:
+            self._held = _Tensors(tensors, through_hooks=top is not None)
+
+    def begin(self, stack: list[tuple[_Call, bool]], uncompared: bool, values: bool, debug: bool) -> None:
+        """From here to `end`, this thread runs the function for the first time."""
+        assert self._surroundings is not None
+        pack: Callable[[torch.Tensor], int]
+        if uncompared:
+            self._counter = count()
+            # `next(counter, tensor)`: the tensor is taken for a default and let go, all of it in C.
+            pack = partial(next, self._counter)
+        else:
+            self._likes = []
+            pack = _noting(self._likes)
+        if values or debug:
+            self._values = [] if values else None
+            self._wheres = [] if debug else None
+            pack = partial(self._pack_with_care, pack)
+        begin_meeting(self._surroundings)
+        stack.append((self, False))
+        _push_hooks(pack, self.unpack)
+
+    def _pack_with_care(self, pack: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int:
+        if self._values is not None:
+            self._values.append((checksum(tensor), value_in_words(tensor)))
+        if self._wheres is not None:
+            self._wheres.append(Place())
+        return pack(tensor)
+
+    def saved_so_far(self) -> int:
+        """How many tensors have been saved."""
+        if self._count >= 0:
+            return self._count
+        if self._counter is None:
+            return len(self._likes)
+        return next(copy(self._counter))  # a count cannot be read without moving it
+
+    def end(self, stack: list[tuple[_Call, bool]]) -> None:
+        """The first run is over, one way or another."""
+        _pop_hooks()
+        stack.pop()
+        end_meeting()
+        if self._draws is not None:
+            self._draws.leave()
+
+    def finish(self) -> None:
+        """The first run went well: keep what a rerun needs, and no more."""
+        assert self._surroundings is not None
+        if self._draws is not None:
+            self._draws = self._draws.finish()
+        self._count = self.saved_so_far()
+        self._surroundings, hidden = self._surroundings.finish()
+        if hidden:
+            self._hidden = _Tensors(hidden, through_hooks=_top_hooks(False) is not None)
+        if self._likes is not None:
+            row = tuple(self._likes)
+            self._likes.clear()  # the graph holds on to the list
+            usual = _rows.setdefault(len(row), row)
+            if usual != row:
+                _rows[len(row)] = usual = row
+            self._likes = usual
+
+    # --- reruns
+
+    def unpack(self, number: int) -> torch.Tensor:
+        """What autograd would have saved as its `number`th tensor. It is handed out once and let go."""
+        store = self.store
+        if number < len(store):
+            tensor = store[number]
+            if tensor is not None:
+                store[number] = None
+                return tensor
+        return self._again(number)
+
+    def _again(self, number: int) -> torch.Tensor:
+        waiting = [self]
+        while (outer := waiting[-1].outer) is not None and outer[0]._lacks(outer[1], outer[2]):
+            waiting.append(outer[0])
+        for call in reversed(waiting):
+            call.rerun()
+        tensor, self.store[number] = self.store[number], None
+        assert tensor is not None
+        return tensor
+
+    def _lacks(self, start: int, stop: int) -> bool:
+        return not self.store or any(tensor is None for tensor in self.store[start:stop])
+
+    def rerun(self) -> None:
+        """Run the function again; afterwards `store` has what it saves."""
+        if self._surroundings is not None and self._count >= 0:
+            self._surroundings.check()
+        wanted = self.saved_so_far()
+        whole = self._count >= 0 and (not self._early_stop or self._draws is not None)
+        saved: list[torch.Tensor] = []
+        versions: list[int] = []
+        pack = self._packing(saved, versions, wanted, whole)
+        try:
+            self._run(pack, saved, whole)
+            if len(saved) < wanted:
+                self._too_few(len(saved), wanted)
+        except Differs as differs:
+            raise self._explained(differs) from None
+        except OtherDrawsError as error:
+            if not error.crowded or self._draws_from_torch():
+                raise
+        for tensor, version in zip(saved, versions, strict=True):
+            if tensor._version != version:
+                raise CheckpointError(
+                    f"the function changes a tensor of shape {tuple(tensor.shape)} in place that autograd needs for "
+                    "the backward; make a new tensor instead"
+                )
+        self.store = list(saved)
+        saved.clear()  # the rerun's graph holds on to the list, and the tensors on to the graph
+
+    def _packing(
+        self, saved: list[torch.Tensor], versions: list[int], wanted: int, whole: bool
+    ) -> Callable[[torch.Tensor], int]:
+        """The rerun's pack hook."""
+        likes, values = self._likes, self._values
+        append, note = saved.append, versions.append
+
+        def pack(tensor: torch.Tensor) -> int:
+            number = len(saved)
+            if number >= wanted:
+                if whole:
+                    raise Differs(number, f"nothing more, after {wanted:,} tensors", in_words(_like(tensor)))
+                raise _Stop(saved)
+            if likes is not None and likes[number] != (tensor.shape, tensor.dtype, tensor.device):
+                raise Differs(number, in_words(likes[number]), in_words(_like(tensor)))
+            if values is not None and values[number][0] != checksum(tensor):
+                raise Differs(number, values[number][1], value_in_words(tensor))
+            append(tensor)
+            note(tensor._version)
+            if number + 1 == wanted and not whole:
+                raise _Stop(saved)
+            return number
+
+        return pack
+
+    def _run(self, pack: Callable[[torch.Tensor], int], saved: list[torch.Tensor], whole: bool) -> None:
+        leaves = list(self._atoms)
+        for place, tensor in zip(self._places, self._held.again(), strict=True):
+            leaves[place] = tensor
+        if self._form is not None:
+            leaves = self._form.unflatten(leaves)
+        kwargs: dict[str, Any] = {}
+        if self._keys:
+            positional = len(leaves) - len(self._keys)
+            kwargs = dict(zip(self._keys, leaves[positional:], strict=True))
+            leaves = leaves[:positional]
+        if self._surroundings is None and self._draws is None and self.context is None and self._ambient.is_now():
+            self._run_here(pack, saved, leaves, kwargs)
+            return
+        with ExitStack() as contexts:
+            if self._surroundings is not None:
+                hidden = self._hidden.again() if self._hidden is not None else []
+                contexts.enter_context(self._surroundings.as_before(hidden))
+            if self._draws is not None:
+                contexts.enter_context(self._draws.again(whole=whole))
+            if not self._ambient.is_now():
+                contexts.enter_context(self._ambient.again(cached=True))
+            if self.context is not None:
+                contexts.enter_context(self.context)
+            self._run_here(pack, saved, leaves, kwargs)
+
+    def _run_here(
+        self, pack: Callable[[torch.Tensor], int], saved: list[torch.Tensor], args: list[Any], kwargs: dict[str, Any]
+    ) -> None:
+        stack, grad = _thread.calls, torch.is_grad_enabled()
+        stack.append((self, True))
+        with recording.recomputing():
+            _set_grad(True)
+            _push_hooks(pack, saved.__getitem__)
+            try:
+                self._function(*args, **kwargs)
+            except _Stop as stop:
+                if stop.saved is not saved:
+                    raise
+            finally:
+                _pop_hooks()
+                _set_grad(grad)
+                stack.pop()
+
+    # --- what went wrong
+
+    def _too_few(self, number: int, wanted: int) -> None:
+        then = "another one" if self._likes is None else in_words(self._likes[number])
+        raise Differs(number, then, f"nothing more, where the first run saved {wanted:,}")
+
+    def _explained(self, differs: Differs) -> CheckpointError:
+        """Run once more, looking at names, up to the tensor that differs."""
+        saved: list[torch.Tensor] = []
+        naming, place = Naming(), None
+
+        def pack(tensor: torch.Tensor) -> int:
+            nonlocal place
+            if len(saved) == differs.number:
+                place = Place()
+                raise _Stop(saved)
+            saved.append(tensor)
+            return len(saved) - 1
+
+        def run() -> None:
+            with naming:
+                self._run(pack, saved, whole=False)
+
+        try:
+            run()
+        except Exception:  # whatever it is, the first error is the one to tell
+            place = None
+        where = ""
+        if place is not None:
+            where = f", saved by {naming.function or 'an operation'}{self._at(place)}"
+        elif self._wheres is not None and differs.number < len(self._wheres):
+            where = f", which the first run saved{self._at(self._wheres[differs.number])}"
+        return CheckpointError(
+            f"the rerun differs from the first run at saved tensor {differs.number:,}{where}: it was {differs.then}, "
+            f"now it is {differs.now}. The function has to do the same each time it runs: look for state that it keeps "
+            "where Lowtide cannot see it, for branches on such state, or for kernels that do not repeat"
+        )
+
+    def _at(self, place: Place) -> str:
+        path = ""
+        if place.module is not None:
+            path = f" in {self._path_of(place.module)}"
+        return f"{path} ({place.line})"
+
+    def _path_of(self, module: nn.Module) -> str:
+        return type(module).__name__ if self._surroundings is None else self._surroundings.path_of(module)
+
+    def _draws_from_torch(self) -> bool:
+        """Whether the function draws anything, or another thread alone moved the generator."""
+        seeing, saved = _SeeingDraws(), []
+
+        def pack(tensor: torch.Tensor) -> int:
+            saved.append(tensor)
+            return len(saved) - 1
+
+        with seeing:
+            self._run(pack, saved, whole=False)
+        return seeing.seen
+
+
+class _SeeingDraws(TorchDispatchMode):
+    """Notes whether an operation draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class _Tensors:
+    """Tensors kept for reruns: by themselves, or, inside other hooks, the way autograd saves them."""
+
+    __slots__ = ("_flags", "_node", "_tensors", "_versions")
+
+    def __init__(self, tensors: list[torch.Tensor], through_hooks: bool) -> None:
+        self._flags = [tensor.requires_grad for tensor in tensors]
+        self._node: Any = None
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        if through_hooks and tensors:
+            self._node = _Kept.apply(_anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]  # torch's own
+        else:
+            # Of a computed tensor only its values: the tensor itself may become a part of the graph that keeps it.
+            self._tensors = [t if t.requires_grad and t.is_leaf else t.detach() for t in tensors]
+            self._versions = [-1 if t.is_inference() else t._version for t in tensors]
+
+    def again(self) -> list[torch.Tensor]:
+        """Twins of the tensors that belong to no graph, or an error if one was changed."""
+        tensors = self._tensors if self._node is None else self._node.saved_tensors
+        for number, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True)):
+            if version >= 0 and tensor._version != version:
+                raise CheckpointError(
+                    f"argument tensor {number} of shape {tuple(tensor.shape)} was changed in place by the function or "
+                    f"since it ran (version {version} then, {tensor._version} now), so the rerun would not repeat it; "
+                    "change it after the backward, or make a new tensor"
+                )
+        return [
+            t if t.requires_grad and t.is_leaf else t.detach().requires_grad_(flag)
+            for t, flag in zip(tensors, self._flags, strict=True)
+        ]
+
+
+def _like(tensor: torch.Tensor) -> Likeness:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _noting(likes: list[Likeness]) -> Callable[[torch.Tensor], int]:
+    """The first run's pack hook: notes what the tensor is like and gives its number."""
+    append, intern = likes.append, _likenesses.setdefault
+    if len(_likenesses) > 10_000:  # shapes that are new all the time
+        _likenesses.clear()
+
+    def pack(tensor: torch.Tensor) -> int:
+        like = (tensor.shape, tensor.dtype, tensor.device)
+        append(intern(like, like))
+        return len(likes) - 1
+
+    return pack

@@ -1,0 +1,287 @@
+"""Random numbers that a function draws, so that a rerun draws the same ones, or it is known that it did not.
+
+Every generator that the function can draw from is read before and after its first run: those of torch, Python and
+numpy that everybody shares, and its own. Of those that moved, the state before is kept, with a hash of the state
+after. A rerun starts from the one and must end at the other.
+
+Shared generators can be moved by other threads at any time. If the end of a rerun agrees although another thread was
+drawing meanwhile, both in the first run and in the rerun, the agreement may be a coincidence: that is refused too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import random
+import struct
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from lowtide.errors import CheckpointError
+
+
+class _Source(Protocol):
+    """One generator."""
+
+    name: str
+    shared: bool
+
+    def read(self) -> Any:
+        """Its state, as a value that can be compared and hashed."""
+
+    def write(self, state: Any) -> None:
+        """Go back to a state."""
+
+
+class _Torch:
+    __slots__ = ("_generator", "name", "shared")
+
+    def __init__(self, generator: torch.Generator, name: str, shared: bool = False) -> None:
+        self._generator = generator
+        self.name = name
+        self.shared = shared
+
+    def read(self) -> bytes:
+        state: bytes = self._generator.get_state().numpy().tobytes()
+        return state
+
+    def write(self, state: bytes) -> None:
+        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+class _Python:
+    """A `random.Random`.
+
+    To ask it for its state makes 625 numbers, which takes longer than a small function runs. The same numbers lie in
+    the object, behind what every Python object begins with, and are compared there; at import it is made sure that
+    this is so, and if not, the object is asked.
+    """
+
+    __slots__ = ("_address", "_generator", "name", "shared")
+    _WORDS = 625  # the position and 624 words
+
+    def __init__(self, generator: random.Random, name: str, shared: bool = False) -> None:
+        self._generator = generator
+        self._address = id(generator) + object.__basicsize__
+        self.name = name
+        self.shared = shared
+
+    def read(self) -> Any:
+        if _PYTHON_LAYOUT_IS_KNOWN:
+            return ctypes.string_at(self._address, 4 * self._WORDS), vars(self._generator)["gauss_next"]
+        return self._generator.getstate()
+
+    def write(self, state: Any) -> None:
+        if _PYTHON_LAYOUT_IS_KNOWN:
+            position, *words = struct.unpack(f"={self._WORDS}I", state[0])
+            state = (self._generator.VERSION, (*words, position), state[1])
+        self._generator.setstate(state)
+
+
+def _python_layout_is_known() -> bool:
+    generator = random.Random(7)
+    generator.random()
+    size = type(generator).__base__.__basicsize__ - object.__basicsize__  # type: ignore[union-attr]
+    if sys.implementation.name != "cpython" or size < 4 * _Python._WORDS:
+        return False
+    position, *words = struct.unpack(
+        f"={_Python._WORDS}I", ctypes.string_at(id(generator) + object.__basicsize__, 4 * _Python._WORDS)
+    )
+    return bool((*words, position) == generator.getstate()[1])
+
+
+_PYTHON_LAYOUT_IS_KNOWN = _python_layout_is_known()
+
+
+class _Numpy:
+    """A generator object of numpy's, old or new."""
+
+    __slots__ = ("_bits", "_generator", "name", "shared")
+
+    def __init__(self, generator: np.random.Generator | np.random.RandomState) -> None:
+        self._generator = generator
+        self._bits = generator.bit_generator if isinstance(generator, np.random.Generator) else None
+        self.name = f"a numpy {type(generator).__name__}"
+        self.shared = False
+
+    def read(self) -> bytes:
+        state = self._bits.state if self._bits is not None else self._generator.get_state()  # type: ignore[union-attr]
+        return pickle.dumps(state)
+
+    def write(self, state: bytes) -> None:
+        if self._bits is not None:
+            self._bits.state = pickle.loads(state)
+        else:
+            self._generator.set_state(pickle.loads(state))  # type: ignore[union-attr]
+
+
+class _NumpyGlobal:
+    """The generator behind `np.random.rand` and its like.
+
+    Numpy takes 30 microseconds to give its state, so its words are compared where they are. What that leaves out is a
+    second normal number, which numpy makes with each first one and keeps: a rerun starts without it, and if it was
+    needed, the end does not agree.
+    """
+
+    __slots__ = ("name", "shared")
+    _WORDS = 624 * 4
+    _SIZE = _WORDS + 4  # and the position
+
+    def __init__(self) -> None:
+        self.name = "numpy's global generator"
+        self.shared = True
+
+    def read(self) -> bytes:
+        bits = np.random.mtrand.get_bit_generator()
+        if isinstance(bits, np.random.MT19937):
+            return ctypes.string_at(bits.ctypes.state_address, self._SIZE)
+        return pickle.dumps(bits.state)
+
+    def write(self, state: bytes) -> None:
+        bits = np.random.mtrand.get_bit_generator()
+        if isinstance(bits, np.random.MT19937):
+            key = np.frombuffer(state[: self._WORDS], dtype=np.uint32)
+            position = int.from_bytes(state[self._WORDS :], "little")
+            np.random.set_state(("MT19937", key, position, 0, 0.0))  # noqa: NPY002  (it is this one that is followed)
+        else:
+            bits.state = pickle.loads(state)
+
+
+_CPU = _Torch(torch.default_generator, "torch's generator on the CPU", shared=True)
+_PYTHON = _Python(random.random.__self__, "Python's random", shared=True)  # type: ignore[attr-defined]
+_NUMPY = _NumpyGlobal()
+_SHARED: tuple[_Source, ...] = (_CPU, _PYTHON, _NUMPY)
+
+
+def _source_of(generator: Any) -> _Source:
+    if isinstance(generator, torch.Generator):
+        return _Torch(generator, f"a torch.Generator on {generator.device}")
+    if isinstance(generator, random.Random):
+        return _Python(generator, "a random.Random")
+    return _Numpy(generator)
+
+
+def _devices() -> tuple[_Source, ...]:
+    if not torch.cuda.is_initialized():
+        return ()
+    return tuple(  # pragma: no cover  (needs a GPU)
+        _Torch(generator, f"torch's generator on {generator.device}", shared=True)
+        for generator in torch.cuda.default_generators
+    )
+
+
+class _Traffic:
+    """Which threads run checkpointed functions, to know whether two of them overlapped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside: dict[int, int] = {}  # by thread, how many runs it is in
+        self._entered = 0
+
+    def enter(self) -> tuple[int, bool]:
+        thread = threading.get_ident()
+        with self._lock:
+            self._inside[thread] = self._inside.get(thread, 0) + 1
+            crowded = len(self._inside) > 1
+            if self._inside[thread] == 1:
+                self._entered += 1
+            return self._entered, crowded
+
+    def leave(self, ticket: tuple[int, bool]) -> bool:
+        """Whether another thread was inside at any time since."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._inside[thread] -= 1
+            if not self._inside[thread]:
+                del self._inside[thread]
+            return ticket[1] or self._entered != ticket[0]
+
+
+_traffic = _Traffic()
+
+
+class Draws:
+    """The draws of one function's first run: make it before the run, `leave` and `finish` after it."""
+
+    __slots__ = ("_crowded", "_moved", "_own", "_states", "_ticket")
+
+    def __init__(self, generators: Iterable[Any] = ()) -> None:
+        self._ticket = _traffic.enter()
+        self._crowded = False
+        self._own = tuple([_source_of(generator) for generator in generators])
+        self._states = self._read()
+        self._moved: list[tuple[_Source, Any, int]] | None = None  # state before, hash of the state after
+
+    def _read(self) -> list[Any]:
+        return [_CPU.read(), _PYTHON.read(), _NUMPY.read(), *[source.read() for source in (*_devices(), *self._own)]]
+
+    def leave(self) -> None:
+        """The run is over, one way or another."""
+        self._crowded = _traffic.leave(self._ticket)
+
+    def finish(self) -> Draws | None:
+        """What a rerun needs; None if nothing was drawn."""
+        now = self._read()
+        # Among several threads one may have put back the very state that another found: then all of it is kept.
+        if now == self._states and not self._crowded:
+            return None
+        self._moved = [
+            (source, before, hash(after))
+            for source, before, after in zip(self._sources(), self._states, now, strict=True)
+            if before != after or (self._crowded and source.shared)
+        ]
+        self._states = []
+        return self
+
+    def _sources(self) -> tuple[_Source, ...]:
+        return (*_SHARED, *_devices(), *self._own)
+
+    @contextmanager
+    def again(self, *, whole: bool) -> Iterator[None]:
+        """Inside, the same numbers are drawn; afterwards generators are where they were.
+
+        A `whole` rerun must end where the first run did.
+        """
+        moved = self._moved
+        if moved is None:  # the first run is not over yet
+            moved = [(source, start, 0) for source, start in zip(self._sources(), self._states, strict=True)]
+        held = [(source, source.read()) for source, _, _ in moved]
+        ticket = _traffic.enter()
+        try:
+            for source, start, _ in moved:
+                source.write(start)
+            yield
+            ends = [source.read() for source, _, _ in moved] if whole else []
+        finally:
+            crowded = _traffic.leave(ticket)
+            for source, state in held:
+                source.write(state)
+        for (source, start, expected), end in zip(moved, ends, strict=False):
+            self._check(source, start, expected, end, crowded)
+
+    def _check(self, source: _Source, start: Any, expected: int, end: Any, crowded: bool) -> None:
+        if end == start:
+            return  # nothing was drawn from this one; if it moved in the first run, another thread moved it
+        among_others = source.shared and self._crowded and crowded
+        if hash(end) != expected or among_others:
+            raise OtherDrawsError(source.name, among_others or (source.shared and (self._crowded or crowded)))
+
+
+class OtherDrawsError(CheckpointError):
+    """The rerun drew other random numbers than the first run, or it cannot be told."""
+
+    def __init__(self, source: str, crowded: bool) -> None:
+        why = (
+            "another thread drew from it meanwhile; let each thread draw from a torch.Generator of its own, or run one "
+            "at a time"
+            if crowded
+            else "draw the same numbers each time it runs, or pass preserve_rng_state=False if they may differ"
+        )
+        super().__init__(f"the rerun may have drawn other random numbers than the first run from {source}: {why}")
+        self.crowded = crowded

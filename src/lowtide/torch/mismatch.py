@@ -1,0 +1,83 @@
+"""A rerun that differs from the first run: found out as early as it can be told, and said in words that help.
+
+Of every tensor that autograd saves in the first run its likeness is noted: shape, dtype, device, and on request a
+checksum of its values. The rerun has to save the same row of tensors. The first one that is not like its twin is
+reported with the operation that saves it, the line of code and the path of the module.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+Likeness = tuple[torch.Size, torch.dtype, torch.device]
+_PACKAGES = tuple(str(Path(str(package.__file__)).parent) for package in (torch, sys.modules["lowtide"]))
+
+
+class Differs(BaseException):
+    """Raised inside a rerun, at the first saved tensor that is not as it should be.
+
+    Not an Exception, so that nobody between here and the rerun takes it for one of theirs.
+    """
+
+    def __init__(self, number: int, then: str, now: str) -> None:
+        super().__init__()
+        self.number = number
+        self.then = then
+        self.now = now
+
+
+class Place:
+    """Where in the user's code something happens: a line, and the module that is running."""
+
+    __slots__ = ("line", "module")
+
+    def __init__(self) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        self.line = ""
+        self.module: nn.Module | None = None
+        while frame is not None and not (self.line and self.module is not None):
+            code, owner = frame.f_code, frame.f_locals.get("self")
+            if not self.line and not code.co_filename.startswith(_PACKAGES):
+                text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+                self.line = f"{Path(code.co_filename).name}:{frame.f_lineno}: {text}"
+            if self.module is None and isinstance(owner, nn.Module):
+                self.module = owner
+            frame = frame.f_back
+
+
+class Naming(TorchFunctionMode):
+    """Knows by its name which of torch's functions is running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = ""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.function = resolve_name(func) or getattr(func, "__name__", "")
+        return func(*args, **(kwargs or {}))
+
+
+def in_words(likeness: Likeness) -> str:
+    """A likeness for a message."""
+    shape, dtype, device = likeness
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}"
+
+
+def value_in_words(tensor: torch.Tensor) -> str:
+    """The values of a tensor for a message: the one number, or their sum."""
+    plain = tensor.detach()
+    if plain.numel() == 1:
+        return repr(plain.reshape(()).item())
+    wide = plain.to(torch.complex128 if plain.is_complex() else torch.float64)
+    return f"values with the sum {wide.sum().item()!r}"
