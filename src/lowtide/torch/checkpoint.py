@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from functools import partial
 from itertools import count
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -30,11 +31,11 @@ from lowtide.checks import function as check_function
 from lowtide.errors import CheckpointError, InputError
 from lowtide.torch import recording
 from lowtide.torch.ambient import Ambient
-from lowtide.torch.bits import checksum
+from lowtide.torch.bits import fingerprint
 from lowtide.torch.draws import Draws, OtherDrawsError
 from lowtide.torch.mismatch import Differs, Likeness, Naming, Place, in_words, value_in_words
 from lowtide.torch.reach import ATOMS
-from lowtide.torch.surroundings import Surroundings, begin_meeting, end_meeting
+from lowtide.torch.surroundings import Surroundings, begin_meeting, end_meeting, is_changed, may_be_copied
 from lowtide.torch.trees import Form, form_of
 
 Result = TypeVar("Result")
@@ -112,7 +113,7 @@ def checkpoint(
         except BaseException:
             call.end(stack)
             raise
-        call.end(stack)
+        drawn = call.end(stack)
     except RecursionError:
         if len(stack) < 20:  # not because of us
             raise
@@ -120,7 +121,7 @@ def checkpoint(
             f"checkpoint calls are nested {len(stack):,} deep, and Python's stack of {sys.getrecursionlimit():,} "
             "frames is full; nest fewer of them, or raise sys.setrecursionlimit"
         ) from None
-    call.finish()
+    call.finish(drawn)
     return result
 
 
@@ -242,7 +243,7 @@ class _Call:
         self._keep_arguments(tensors)
         self._surroundings = notes
         if draws:
-            self._draws = Draws(notes.sources)
+            self._draws = Draws(self._function, notes.sources)
 
     def _keep_arguments(self, tensors: list[torch.Tensor]) -> None:
         top = _top_hooks(False)
@@ -265,17 +266,18 @@ class _Call:
         else:
             self._likes = []
             pack = _noting(self._likes)
-        if values or debug:
-            self._values = [] if values else None
+        among_threads = self._draws is not None and self._draws.among_threads()
+        if values or debug or among_threads:
+            self._values = [] if values or among_threads else None
             self._wheres = [] if debug else None
-            pack = partial(self._pack_with_care, pack)
+            pack = partial(self._pack_with_care, pack, values)
         begin_meeting(self._surroundings)
         stack.append((self, False))
         _push_hooks(pack, self.unpack)
 
-    def _pack_with_care(self, pack: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int:
+    def _pack_with_care(self, pack: Callable[[torch.Tensor], int], in_words: bool, tensor: torch.Tensor) -> int:
         if self._values is not None:
-            self._values.append((checksum(tensor), value_in_words(tensor)))
+            self._values.append((fingerprint(tensor), value_in_words(tensor) if in_words else "of other values"))
         if self._wheres is not None:
             self._wheres.append(Place())
         return pack(tensor)
@@ -288,20 +290,20 @@ class _Call:
             return len(self._likes)
         return next(copy(self._counter))  # a count cannot be read without moving it
 
-    def end(self, stack: list[tuple[_Call, bool]]) -> None:
-        """The first run is over, one way or another."""
+    def end(self, stack: list[tuple[_Call, bool]]) -> list[Any] | None:
+        """The first run is over, one way or another; gives where it has left the random generators."""
         _pop_hooks()
         stack.pop()
         end_meeting()
-        if self._draws is not None:
-            self._draws.leave()
+        return None if self._draws is None else self._draws.leave()
 
-    def finish(self) -> None:
+    def finish(self, drawn: list[Any] | None) -> None:
         """The first run went well: keep what a rerun needs, and no more."""
         assert self._surroundings is not None
-        if self._draws is not None:
-            self._draws = self._draws.finish()
+        if self._draws is not None and drawn is not None:
+            self._draws = self._draws.finish(drawn)
         self._count = self.saved_so_far()
+        self._held.settle()
         self._surroundings, hidden = self._surroundings.finish()
         if hidden:
             self._hidden = _Tensors(hidden, through_hooks=_top_hooks(False) is not None)
@@ -343,7 +345,8 @@ class _Call:
         if self._surroundings is not None and self._count >= 0:
             self._surroundings.check()
         wanted = self.saved_so_far()
-        whole = self._count >= 0 and (not self._early_stop or self._draws is not None)
+        stops = self._early_stop and self._draws is None and sys.getprofile() is None
+        whole = self._count >= 0 and not stops
         saved: list[torch.Tensor] = []
         versions: list[int] = []
         pack = self._packing(saved, versions, wanted, whole)
@@ -368,11 +371,18 @@ class _Call:
     def _packing(
         self, saved: list[torch.Tensor], versions: list[int], wanted: int, whole: bool
     ) -> Callable[[torch.Tensor], int]:
-        """The rerun's pack hook."""
+        """The rerun's pack hook.
+
+        When it has the last tensor that is needed, the operation that saves it may still be filling it. So it does not
+        end the rerun by itself, but asks Python to tell when one of the functions that are running now does something
+        next, calls or returns, and ends it there. What runs by itself meanwhile, such as a finalizer, is left alone.
+        """
         likes, values = self._likes, self._values
         append, note = saved.append, versions.append
+        running: set[FrameType] = set()
 
         def pack(tensor: torch.Tensor) -> int:
+            nonlocal running
             number = len(saved)
             if number >= wanted:
                 if whole:
@@ -380,13 +390,18 @@ class _Call:
                 raise _Stop(saved)
             if likes is not None and likes[number] != (tensor.shape, tensor.dtype, tensor.device):
                 raise Differs(number, in_words(likes[number]), in_words(_like(tensor)))
-            if values is not None and values[number][0] != checksum(tensor):
+            if values is not None and values[number][0] != fingerprint(tensor):
                 raise Differs(number, values[number][1], value_in_words(tensor))
             append(tensor)
             note(tensor._version)
             if number + 1 == wanted and not whole:
-                raise _Stop(saved)
+                running = _frames_above(sys._getframe())
+                sys.setprofile(stop)
             return number
+
+        def stop(frame: FrameType, *_: object) -> None:
+            if frame in running:
+                raise _Stop(saved)
 
         return pack
 
@@ -409,7 +424,7 @@ class _Call:
                 hidden = self._hidden.again() if self._hidden is not None else []
                 contexts.enter_context(self._surroundings.as_before(hidden))
             if self._draws is not None:
-                contexts.enter_context(self._draws.again(whole=whole))
+                contexts.enter_context(self._draws.again(to_the_end=whole and self._values is None))
             if not self._ambient.is_now():
                 contexts.enter_context(self._ambient.again(cached=True))
             if self.context is not None:
@@ -419,7 +434,7 @@ class _Call:
     def _run_here(
         self, pack: Callable[[torch.Tensor], int], saved: list[torch.Tensor], args: list[Any], kwargs: dict[str, Any]
     ) -> None:
-        stack, grad = _thread.calls, torch.is_grad_enabled()
+        stack, grad, profile = _thread.calls, torch.is_grad_enabled(), sys.getprofile()
         stack.append((self, True))
         with recording.recomputing():
             _set_grad(True)
@@ -430,6 +445,8 @@ class _Call:
                 if stop.saved is not saved:
                     raise
             finally:
+                if sys.getprofile() is not profile:
+                    sys.setprofile(profile)
                 _pop_hooks()
                 _set_grad(grad)
                 stack.pop()
@@ -466,10 +483,12 @@ class _Call:
             where = f", saved by {naming.function or 'an operation'}{self._at(place)}"
         elif self._wheres is not None and differs.number < len(self._wheres):
             where = f", which the first run saved{self._at(self._wheres[differs.number])}"
+        hint = "state that it keeps where Lowtide cannot see it, branches on such state, kernels that do not repeat"
+        if self._draws is not None:
+            hint += ", other threads that draw from the same random generator"
         return CheckpointError(
             f"the rerun differs from the first run at saved tensor {differs.number:,}{where}: it was {differs.then}, "
-            f"now it is {differs.now}. The function has to do the same each time it runs: look for state that it keeps "
-            "where Lowtide cannot see it, for branches on such state, or for kernels that do not repeat"
+            f"now it is {differs.now}. The function has to do the same each time it runs: look for {hint}"
         )
 
     def _at(self, place: Place) -> str:
@@ -511,10 +530,12 @@ class _SeeingDraws(TorchDispatchMode):
 class _Tensors:
     """Tensors kept for reruns: by themselves, or, inside other hooks, the way autograd saves them."""
 
-    __slots__ = ("_flags", "_node", "_tensors", "_versions")
+    __slots__ = ("_changed", "_flags", "_node", "_tensors", "_versions")
 
     def __init__(self, tensors: list[torch.Tensor], through_hooks: bool) -> None:
         self._flags = [tensor.requires_grad for tensor in tensors]
+        # Copies of those that the function changes in place; until it has run, of those that it may change.
+        self._changed = {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
         self._node: Any = None
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -525,20 +546,38 @@ class _Tensors:
             self._tensors = [t if t.requires_grad and t.is_leaf else t.detach() for t in tensors]
             self._versions = [-1 if t.is_inference() else t._version for t in tensors]
 
+    def settle(self) -> None:
+        """The function has run."""
+        if self._changed:
+            self._changed = {k: note for k, note in self._changed.items() if is_changed(*note)}
+
     def again(self) -> list[torch.Tensor]:
         """Twins of the tensors that belong to no graph, or an error if one was changed."""
         tensors = self._tensors if self._node is None else self._node.saved_tensors
         for number, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True)):
-            if version >= 0 and tensor._version != version:
+            if version >= 0 and tensor._version != version and number not in self._changed:
                 raise CheckpointError(
                     f"argument tensor {number} of shape {tuple(tensor.shape)} was changed in place by the function or "
                     f"since it ran (version {version} then, {tensor._version} now), so the rerun would not repeat it; "
                     "change it after the backward, or make a new tensor"
                 )
-        return [
+        twins = [
             t if t.requires_grad and t.is_leaf else t.detach().requires_grad_(flag)
             for t, flag in zip(tensors, self._flags, strict=True)
         ]
+        for number, (_, _, values) in self._changed.items():
+            twins[number] = values.clone()
+        return twins
+
+
+def _frames_above(frame: FrameType) -> set[FrameType]:
+    """The functions that are running in a rerun, without the hook that asks."""
+    frames: set[FrameType] = set()
+    above = frame.f_back
+    while above is not None and above.f_code is not _Call._run_here.__code__:
+        frames.add(above)
+        above = above.f_back
+    return frames
 
 
 def _like(tensor: torch.Tensor) -> Likeness:

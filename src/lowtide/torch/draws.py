@@ -4,8 +4,9 @@ Every generator that the function can draw from is read before and after its fir
 numpy that everybody shares, and its own. Of those that moved, the state before is kept, with a hash of the state
 after. A rerun starts from the one and must end at the other.
 
-Shared generators can be moved by other threads at any time. If the end of a rerun agrees although another thread was
-drawing meanwhile, both in the first run and in the rerun, the agreement may be a coincidence: that is refused too.
+Shared generators can be moved by other threads at any time. Functions that are known to draw take turns. Threads that
+draw by themselves take none, and where states agree it may be by chance; so as soon as several threads run
+checkpointed functions, the values of what autograd saves are compared instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -47,12 +48,19 @@ class _Torch:
         self.name = name
         self.shared = shared
 
+    # A generator has a lock of its own, which a thread may hold while it waits for the interpreter's. Others have to
+    # wait for a lock of Python's instead, because that lets the interpreter go.
+    _one_at_a_time: ClassVar[threading.Lock] = threading.Lock()
+
     def read(self) -> bytes:
-        state: bytes = self._generator.get_state().numpy().tobytes()
+        with self._one_at_a_time:
+            state: bytes = self._generator.get_state().numpy().tobytes()
         return state
 
     def write(self, state: bytes) -> None:
-        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        with self._one_at_a_time:
+            self._generator.set_state(tensor)
 
 
 class _Python:
@@ -176,61 +184,104 @@ def _devices() -> tuple[_Source, ...]:
     )
 
 
+class _Counts(threading.local):
+    def __init__(self) -> None:
+        self.entered = [0, 0]  # runs of this thread, and those among them that may disturb others
+        self.active = [0, 0]
+
+
 class _Traffic:
-    """Which threads run checkpointed functions, to know whether two of them overlapped."""
+    """Which threads run checkpointed functions, to know whether two of them may have disturbed each other.
+
+    Functions that are known to draw take turns, first runs and reruns alike, and do not disturb each other. Nobody
+    waits for ever, because a function may itself wait for another thread: who has waited too long goes without a turn.
+    """
 
     def __init__(self) -> None:
+        self.turn = threading.RLock()
         self._lock = threading.Lock()
-        self._inside: dict[int, int] = {}  # by thread, how many runs it is in
-        self._entered = 0
+        self._entered = [0, 0]
+        self._active = [0, 0]
+        self._mine = _Counts()
+        self._threads: set[int] = set()
 
-    def enter(self) -> tuple[int, bool]:
-        thread = threading.get_ident()
-        with self._lock:
-            self._inside[thread] = self._inside.get(thread, 0) + 1
-            crowded = len(self._inside) > 1
-            if self._inside[thread] == 1:
-                self._entered += 1
-            return self._entered, crowded
+    def several(self) -> bool:
+        """Whether more than one thread has run checkpointed functions; this one has from now on."""
+        if len(self._threads) < 2:
+            self._threads.add(threading.get_ident())
+        return len(self._threads) > 1
 
-    def leave(self, ticket: tuple[int, bool]) -> bool:
-        """Whether another thread was inside at any time since."""
-        thread = threading.get_ident()
+    def enter(self, disturbs: bool) -> tuple[bool, list[int], list[int]]:
+        """A run begins; the ticket is for `leave`."""
+        mine = self._mine
         with self._lock:
-            self._inside[thread] -= 1
-            if not self._inside[thread]:
-                del self._inside[thread]
-            return ticket[1] or self._entered != ticket[0]
+            for kind in range(1 + disturbs):
+                for counts in (self._entered, self._active, mine.entered, mine.active):
+                    counts[kind] += 1
+            return disturbs, self._others(self._active, mine.active), self._others(self._entered, mine.entered)
+
+    def leave(self, ticket: tuple[bool, list[int], list[int]], has_turn: bool) -> bool:
+        """Whether another thread may have disturbed the run: with a turn, one that may disturb; without, any."""
+        disturbs, were_active, had_entered = ticket
+        mine = self._mine
+        with self._lock:
+            for kind in range(1 + disturbs):
+                self._active[kind] -= 1
+                mine.active[kind] -= 1
+            entered = self._others(self._entered, mine.entered)
+        return were_active[has_turn] > 0 or entered[has_turn] != had_entered[has_turn]
+
+    @staticmethod
+    def _others(everybody: list[int], mine: list[int]) -> list[int]:
+        return [all_ - own for all_, own in zip(everybody, mine, strict=True)]
 
 
 _traffic = _Traffic()
+_PATIENCE = 10.0  # seconds to wait for a turn
+# Functions, by their code or class, that drew from a shared generator; and those that had the chance and did not.
+_drawing: set[Any] = set()
+_quiet: set[Any] = set()
 
 
 class Draws:
     """The draws of one function's first run: make it before the run, `leave` and `finish` after it."""
 
-    __slots__ = ("_crowded", "_moved", "_own", "_states", "_ticket")
+    __slots__ = ("_alone", "_crowded", "_has_turn", "_key", "_moved", "_own", "_states", "_ticket")
 
-    def __init__(self, generators: Iterable[Any] = ()) -> None:
-        self._ticket = _traffic.enter()
+    def __init__(self, function: Any, generators: Iterable[Any] = ()) -> None:
+        self._key = getattr(function, "__code__", None) or type(function)
+        self._has_turn = self._key in _drawing and _traffic.turn.acquire(timeout=_PATIENCE)
+        self._ticket = _traffic.enter(disturbs=not self._has_turn and self._key not in _quiet)
+        self._alone = threading.active_count() == 1
         self._crowded = False
         self._own = tuple([_source_of(generator) for generator in generators])
         self._states = self._read()
         self._moved: list[tuple[_Source, Any, int]] | None = None  # state before, hash of the state after
 
+    def among_threads(self) -> bool:
+        """Whether other threads may draw as well, so that values have to be compared: states may agree by chance."""
+        return _traffic.several() and self._key not in _quiet
+
     def _read(self) -> list[Any]:
         return [_CPU.read(), _PYTHON.read(), _NUMPY.read(), *[source.read() for source in (*_devices(), *self._own)]]
 
-    def leave(self) -> None:
-        """The run is over, one way or another."""
-        self._crowded = _traffic.leave(self._ticket)
+    def leave(self) -> list[Any]:
+        """The run is over, one way or another; gives where it has left the generators."""
+        states = self._read()
+        self._crowded = _traffic.leave(self._ticket, self._has_turn)
+        if self._has_turn:
+            _traffic.turn.release()
+        return states
 
-    def finish(self) -> Draws | None:
+    def finish(self, now: list[Any]) -> Draws | None:
         """What a rerun needs; None if nothing was drawn."""
-        now = self._read()
+        if not self._crowded:
+            if now == self._states:
+                _quiet.add(self._key)
+                return None
+            _drawing.add(self._key)
+            _quiet.discard(self._key)
         # Among several threads one may have put back the very state that another found: then all of it is kept.
-        if now == self._states and not self._crowded:
-            return None
         self._moved = [
             (source, before, hash(after))
             for source, before, after in zip(self._sources(), self._states, now, strict=True)
@@ -243,34 +294,37 @@ class Draws:
         return (*_SHARED, *_devices(), *self._own)
 
     @contextmanager
-    def again(self, *, whole: bool) -> Iterator[None]:
+    def again(self, *, to_the_end: bool) -> Iterator[None]:
         """Inside, the same numbers are drawn; afterwards generators are where they were.
 
-        A `whole` rerun must end where the first run did.
+        A rerun that goes `to_the_end` must end where the first run did.
         """
         moved = self._moved
         if moved is None:  # the first run is not over yet
             moved = [(source, start, 0) for source, start in zip(self._sources(), self._states, strict=True)]
+        has_turn = _traffic.turn.acquire(timeout=_PATIENCE)
+        ticket = _traffic.enter(disturbs=not has_turn)
         held = [(source, source.read()) for source, _, _ in moved]
-        ticket = _traffic.enter()
         try:
             for source, start, _ in moved:
                 source.write(start)
             yield
-            ends = [source.read() for source, _, _ in moved] if whole else []
+            ends = [source.read() for source, _, _ in moved] if to_the_end else []
         finally:
-            crowded = _traffic.leave(ticket)
             for source, state in held:
                 source.write(state)
+            crowded = _traffic.leave(ticket, has_turn)
+            if has_turn:
+                _traffic.turn.release()
         for (source, start, expected), end in zip(moved, ends, strict=False):
-            self._check(source, start, expected, end, crowded)
-
-    def _check(self, source: _Source, start: Any, expected: int, end: Any, crowded: bool) -> None:
-        if end == start:
-            return  # nothing was drawn from this one; if it moved in the first run, another thread moved it
-        among_others = source.shared and self._crowded and crowded
-        if hash(end) != expected or among_others:
-            raise OtherDrawsError(source.name, among_others or (source.shared and (self._crowded or crowded)))
+            if end == start and has_turn:
+                continue  # nothing was drawn from this one; if it moved in the first run, another thread moved it
+            _drawing.add(self._key)
+            # If others have drawn since, they may have done so then, unseen.
+            seen_late = not self._alone and _traffic.several()
+            disturbed = source.shared and (self._crowded or crowded or seen_late)
+            if disturbed or hash(end) != expected:
+                raise OtherDrawsError(source.name, disturbed)
 
 
 class OtherDrawsError(CheckpointError):

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.bits import same_bits
@@ -93,7 +94,9 @@ class Surroundings(Reach):
         pending = [module]
         while pending:
             module = pending.pop()
-            self._note_module(module)
+            # A lazy one becomes another module in its first run, and that is what the rerun has to see.
+            if not isinstance(module, LazyModuleMixin) or not module.has_uninitialized_params():  # type: ignore[misc]
+                self._note_module(module)
             for name, child in module._modules.items():
                 if child is None or id(child) in self._seen:
                     continue
@@ -145,12 +148,10 @@ class Surroundings(Reach):
                 self._note_tensor(buffer, _SMALL if name in known.steady else _ANY, (known.steady, name))
 
     def _note_tensor(self, tensor: torch.Tensor, most: float, steady: tuple[set[str], str] | None = None) -> None:
-        if tensor.is_inference():
-            return
-        if tensor.requires_grad or tensor.layout is not torch.strided or tensor.nbytes > most:
-            self._notes.append(_Versions([tensor]))
-        else:
+        if may_be_copied(tensor, most):
             self._notes.append(_Contents(tensor, steady))
+        elif not tensor.is_inference():
+            self._notes.append(_Versions([tensor]))
 
     def on_object(self, thing: Any, label: str) -> None:
         """See `Reach`."""
@@ -386,7 +387,7 @@ class _Contents(_Note):
         self._copy = tensor.detach().clone()
 
     def settled(self, held: list[torch.Tensor]) -> _Note:
-        if self._tensor._version != self._version or not same_bits(self._tensor, self._copy):
+        if is_changed(self._tensor, self._version, self._copy):
             return self
         if self._steady is not None:
             self._steady[0].add(self._steady[1])
@@ -399,6 +400,22 @@ class _Contents(_Note):
 
     def undo(self, now: Any) -> None:
         self._tensor.data.copy_(now)  # through `data` its version stays: for autograd nothing has happened
+
+
+def may_be_copied(tensor: torch.Tensor, most: float = _SMALL) -> bool:
+    """Whether the tensor is one that a function may change in place, and small enough to keep a copy of it."""
+    return (
+        not tensor.requires_grad
+        and tensor.layout is torch.strided
+        and tensor.nbytes <= most
+        and not tensor.is_inference()
+        and type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    )
+
+
+def is_changed(tensor: torch.Tensor, version: int, copy: torch.Tensor) -> bool:
+    """Whether a tensor was written to since it had this version and these values; BatchNorm leaves the version."""
+    return tensor._version != version or not same_bits(tensor, copy)
 
 
 class _Array(_Note):
