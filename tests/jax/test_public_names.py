@@ -16,6 +16,7 @@ PLANNING = ["length", "base", "checkpoints", "budget", "reduce", "wrt"]
 
 PARAMETERS = {
     "checkpoint": ["fun", "prevent_cse", "policy", "static_argnums", "static_argnames"],
+    "checkpoint_sequential": ["functions", "segments", "input"],
     "checkpointed_scan": ["f", "init", "xs", *LOOP],
     "checkpointed_for_loop": ["f", "xs", *LOOP],
     "checkpointed_while_loop": ["cond", "body", "init", "checkpoints", "budget", "max_steps"],
@@ -24,10 +25,13 @@ PARAMETERS = {
     "for_loop": ["f", "xs", "length", "reverse", "unroll", "pbar", "reduce"],
     "plan_scan": ["f", "init", "xs", *PLANNING],
     "plan_for_loop": ["f", "xs", *PLANNING],
+    "sequential": ["layers", "x", "budget", "plan"],
+    "plan_sequential": ["layers", "x", "budget"],
 }
 
 POSITIONAL = {
     "checkpoint": ["fun"],
+    "checkpoint_sequential": ["functions", "segments", "input"],
     "checkpointed_scan": ["f", "init", "xs", "length"],
     "checkpointed_for_loop": ["f"],
     "checkpointed_while_loop": ["cond", "body", "init"],
@@ -36,6 +40,8 @@ POSITIONAL = {
     "for_loop": ["f"],
     "plan_scan": ["f", "init", "xs", "length"],
     "plan_for_loop": ["f"],
+    "sequential": ["layers", "x"],
+    "plan_sequential": ["layers", "x"],
 }
 
 
@@ -43,6 +49,7 @@ def test_the_names_are_these() -> None:
     assert sorted(lt.__all__) == [
         "Comparison",
         "checkpoint",
+        "checkpoint_sequential",
         "checkpointed_for_loop",
         "checkpointed_scan",
         "checkpointed_while_loop",
@@ -50,7 +57,9 @@ def test_the_names_are_these() -> None:
         "for_loop",
         "plan_for_loop",
         "plan_scan",
+        "plan_sequential",
         "scan",
+        "sequential",
     ]
     assert [name for name in lt.__all__ if not hasattr(lt, name)] == []
 
@@ -108,7 +117,10 @@ def test_everything_public_is_described(name: str) -> None:
     assert len(text.split()) >= 2
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "checkpointed_scan", "checkpointed_while_loop", "plan_scan", "scan"])
+DESCRIBED = ["checkpoint", "checkpoint_sequential", "checkpointed_scan", "checkpointed_while_loop", "plan_scan", "scan"]
+
+
+@pytest.mark.parametrize("name", [*DESCRIBED, "sequential", "plan_sequential"])
 def test_every_argument_is_described(name: str) -> None:
     text = inspect.getdoc(getattr(lt, name)) or ""
     assert [argument for argument in PARAMETERS[name] if f"\n    {argument}: " not in text] == []

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide.torch as lt
 
@@ -26,6 +27,9 @@ PARAMETERS = {
     "for_loop": ["f", "xs", "length", "reverse", "unroll", "pbar", "reduce"],
     "plan_scan": ["f", "init", "xs", *PLANNING],
     "plan_for_loop": ["f", "xs", *PLANNING],
+    "checkpoint_sequential": ["functions", "segments", "input", "use_reentrant", "preserve_rng_state"],
+    "sequential": ["layers", "x", "budget", "plan", "contexts", "check_rerun"],
+    "plan_sequential": ["layers", "x", "budget"],
 }
 
 POSITIONAL = {
@@ -36,6 +40,9 @@ POSITIONAL = {
     "for_loop": ["f"],
     "plan_scan": ["f", "init", "xs", "length"],
     "plan_for_loop": ["f"],
+    "checkpoint_sequential": ["functions", "segments", "input", "use_reentrant", "preserve_rng_state"],
+    "sequential": ["layers", "x"],
+    "plan_sequential": ["layers", "x"],
 }
 
 
@@ -43,7 +50,10 @@ def test_the_names_are_these() -> None:
     assert sorted(lt.__all__) == [
         "Comparison",
         "Recording",
+        "Sequential",
         "Steps",
+        "checkpoint",
+        "checkpoint_sequential",
         "checkpointed_for_loop",
         "checkpointed_scan",
         "checkpointed_while_loop",
@@ -53,8 +63,10 @@ def test_the_names_are_these() -> None:
         "measure",
         "plan_for_loop",
         "plan_scan",
+        "plan_sequential",
         "record",
         "scan",
+        "sequential",
         "spiking",
     ]
     assert [name for name in lt.__all__ if not hasattr(lt, name)] == []
@@ -67,6 +79,13 @@ def test_arguments_are_these(name: str) -> None:
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == POSITIONAL[name]
     assert [p.name for p in parameters if p.kind is p.VAR_POSITIONAL] == (["xs"] if name.endswith("for_loop") else [])
     assert [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_KEYWORD)] == []
+
+
+def test_arguments_of_checkpoint_are_torchs_and_a_few_more() -> None:
+    ours = inspect.signature(lt.checkpoint).parameters
+    theirs = inspect.signature(torch_checkpoint).parameters
+    assert [name for name in theirs if name not in ours] == []
+    assert [name for name in ours if name not in theirs] == ["preserve_rng_state", "contexts", "check_rerun"]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -98,7 +117,9 @@ def test_everything_public_is_described(name: str) -> None:
     assert len(text.split()) >= 2
 
 
-@pytest.mark.parametrize("name", ["checkpointed_scan", "checkpointed_while_loop", "scan"])
+@pytest.mark.parametrize(
+    "name", ["checkpointed_scan", "checkpointed_while_loop", "scan", "sequential", "checkpoint_sequential"]
+)
 def test_every_argument_is_described(name: str) -> None:
     text = inspect.getdoc(getattr(lt, name)) or ""
     assert [argument for argument in PARAMETERS[name] if f"\n    {argument}: " not in text] == []

@@ -14,11 +14,13 @@ from lowtide.jax.loops import (
     plan_scan,
     scan,
 )
+from lowtide.jax.sequential import checkpoint_sequential, plan_sequential, sequential
 from lowtide.jax.while_loop import checkpointed_while_loop
 
 __all__ = [
     "Comparison",
     "checkpoint",
+    "checkpoint_sequential",
     "checkpointed_for_loop",
     "checkpointed_scan",
     "checkpointed_while_loop",
@@ -26,5 +28,7 @@ __all__ = [
     "for_loop",
     "plan_for_loop",
     "plan_scan",
+    "plan_sequential",
     "scan",
+    "sequential",
 ]

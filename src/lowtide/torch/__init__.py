@@ -17,13 +17,16 @@ from lowtide.torch.loops import (
     scan,
 )
 from lowtide.torch.recording import Recording, is_recomputing, record
+from lowtide.torch.sequential import Sequential, checkpoint_sequential, plan_sequential, sequential
 from lowtide.torch.while_loop import checkpointed_while_loop
 
 __all__ = [
     "Comparison",
     "Recording",
+    "Sequential",
     "Steps",
     "checkpoint",
+    "checkpoint_sequential",
     "checkpointed_for_loop",
     "checkpointed_scan",
     "checkpointed_while_loop",
@@ -33,7 +36,9 @@ __all__ = [
     "measure",
     "plan_for_loop",
     "plan_scan",
+    "plan_sequential",
     "record",
     "scan",
+    "sequential",
     "spiking",
 ]

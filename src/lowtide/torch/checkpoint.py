@@ -379,7 +379,7 @@ class _Call:
         """
         likes, values = self._likes, self._values
         append, note = saved.append, versions.append
-        running: set[FrameType] = set()
+        running: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> int:
             nonlocal running
@@ -400,7 +400,7 @@ class _Call:
             return number
 
         def stop(frame: FrameType, *_: object) -> None:
-            if frame in running:
+            if id(frame) in running:
                 raise _Stop(saved)
 
         return pack
@@ -570,12 +570,12 @@ class _Tensors:
         return twins
 
 
-def _frames_above(frame: FrameType) -> set[FrameType]:
-    """The functions that are running in a rerun, without the hook that asks."""
-    frames: set[FrameType] = set()
+def _frames_above(frame: FrameType) -> set[int]:
+    """The functions that are running in a rerun, without the hook that asks; by identity, to keep none alive."""
+    frames: set[int] = set()
     above = frame.f_back
     while above is not None and above.f_code is not _Call._run_here.__code__:
-        frames.add(above)
+        frames.add(id(above))
         above = above.f_back
     return frames
 

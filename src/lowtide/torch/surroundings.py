@@ -95,7 +95,7 @@ class Surroundings(Reach):
         while pending:
             module = pending.pop()
             # A lazy one becomes another module in its first run, and that is what the rerun has to see.
-            if not isinstance(module, LazyModuleMixin) or not module.has_uninitialized_params():  # type: ignore[misc]
+            if not isinstance(module, LazyModuleMixin) or not module.has_uninitialized_params():
                 self._note_module(module)
             for name, child in module._modules.items():
                 if child is None or id(child) in self._seen:

@@ -1,0 +1,151 @@
+"""A plan as nested checkpoint calls, on the graph that autograd makes anyway.
+
+A plan in which every snapshot and tape stays until its own backward is a nest: the steps that it advances over are a
+checkpointed part, and what it does after restoring that part's start is what is inside. Steps that it tapes are called
+as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from lowtide.actions import Advance, Backward, Drop, Restore, Save, Tape, Tier
+from lowtide.errors import InputError
+from lowtide.plan import Plan
+from lowtide.simulate import judged
+from lowtide.torch import recording
+from lowtide.torch.checkpoint import checkpoint
+
+Layer = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Steps [start, stop): called as they are, or checkpointed, with parts of their own inside.
+
+    `depth` is how many checkpoint calls are inside one another.
+    """
+
+    start: int
+    stop: int
+    inside: tuple[Part, ...] = ()
+    depth: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depth", 1 + max(part.depth for part in self.inside) if self.inside else 0)
+
+
+@lru_cache(maxsize=64)
+def nest_of(plan: Plan) -> tuple[Part, ...]:
+    """The plan's nest.
+
+    Raises:
+        InputError: it drops something early and makes it again later, or uses a disk or smaller tapes.
+        PlanError: it is not legal.
+    """
+    whole = (0, len(plan.chain))
+    # For the whole and for each part that is advanced over: what is called and what is advanced over inside.
+    sweeps: dict[tuple[int, int], list[tuple[int, int]]] = {whole: []}
+    sweep, front = sweeps[whole], len(plan.chain)
+    advanced: set[tuple[int, int]] = set()
+    stored: set[int] = set()
+    for action in judged(plan):
+        match action:
+            case Advance(start, stop):
+                if sweep and sweep[-1] in advanced and start not in stored:  # it goes on from where it was
+                    start = sweep.pop()[0]
+                sweep.append((start, stop))
+                advanced.add((start, stop))
+            case Tape(start, stop, 0):
+                sweep.append((start, stop))
+            case Backward(start):
+                front = start
+            case Restore(start) if (start, front) in advanced:
+                sweep = sweeps[start, front] = []
+            case Save(step, Tier.MEMORY):
+                stored.add(step)
+            case Drop(step, Tier.MEMORY):
+                stored.discard(step)
+            case _:
+                raise InputError(
+                    f"this plan (by {plan.planner}) is not one for layers: {action} cannot be done by running a part "
+                    "again from its start; plan again with plan_sequential"
+                )
+    # Inner parts come later: they are put together first.
+    parts: dict[tuple[int, int], tuple[Part, ...]] = {}
+    for bounds in reversed(sweeps):
+        parts[bounds] = tuple(Part(*part, parts.get(part, ())) for part in sweeps[bounds])
+    return parts[whole]
+
+
+def kept_by(parts: tuple[Part, ...], kept: tuple[int, ...]) -> int:
+    """Most bytes that checkpoint calls keep at once, where each keeps so many for every step in it.
+
+    Those side by side are there together, and the calls inside one of them at a time.
+    """
+    side_by_side = sum(sum(kept[part.start : part.stop]) for part in parts if part.inside)
+    return side_by_side + max((kept_by(part.inside, kept) for part in parts), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Runs the steps of one call. `options` are for `checkpoint`."""
+
+    steps: tuple[tuple[Layer, ...], ...]
+    options: dict[str, Any]
+
+    def run(self, parts: tuple[Part, ...], x: Any, *, taping: bool = True, first: bool = True) -> Any:
+        """Run the parts one after the other.
+
+        Args:
+            parts: a nest, or the inside of a part.
+            x: the state that it starts from.
+            taping: whether the tapes of steps that are called as they are will be kept.
+            first: whether gradients will flow through this very run, rather than one before it.
+        """
+        for part in parts:
+            if part.inside:
+                x = self._checkpointed(part, x, first)
+                continue
+            for layers in self.steps[part.start : part.stop]:
+                if recording._open:
+                    recording.count(plain=not taping, taping=taping)
+                for layer in layers:
+                    x = layer(x)
+                if first and recording._open:
+                    _count_backward(x)
+        return x
+
+    def _checkpointed(self, part: Part, x: Any, first: bool) -> Any:
+        inside = _Inside(self, part.inside, first)
+        return checkpoint(partial(inside, self.steps[part.start : part.stop]), x, **self.options)
+
+
+class _Inside:
+    """The inside of a checkpointed part, which knows whether it is being run again."""
+
+    __slots__ = ("_first", "_parts", "_ran", "_runner")
+
+    def __init__(self, runner: Runner, parts: tuple[Part, ...], first: bool) -> None:
+        self._runner = runner
+        self._parts = parts
+        self._first = first
+        self._ran = False
+
+    def __call__(self, _: tuple[tuple[Layer, ...], ...], x: Any) -> Any:
+        """Run it. The layers are given so that `checkpoint`, which looks for hidden state, finds them."""
+        again, self._ran = self._ran, True
+        return self._runner.run(self._parts, x, taping=again, first=self._first and not again)
+
+
+def _count_backward(state: Any) -> None:
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if tensors:
+        register_multi_grad_hook(tensors, lambda _: recording.count(backward=1), mode="any")
