@@ -16,6 +16,9 @@ demo: $(INSTALLED)  ## Show what Lowtide does; writes demo-output/
 	$(BIN)/lowtide demo
 	$(BIN)/python examples/spiking_rollout.py
 	$(BIN)/python examples/brainstate_tutorial.py
+	$(BIN)/python examples/heavy_model.py
+	$(BIN)/python examples/two_segments.py
+	$(BIN)/python examples/deep_networks.py
 
 test: lint types  ## Lint, types and the tests, within minutes
 	$(PYTEST) -m "not slow" --cov=lowtide --cov-report=term --cov-fail-under=100
@@ -34,11 +37,13 @@ format: $(INSTALLED)  ## Put the code into its form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## Time planners and rollouts beside their peers (pyrevolve and compile= need a C++ compiler)
+bench: $(INSTALLED)  ## Time planners, rollouts, functions and layers beside their peers (pyrevolve and compile= need a C++ compiler)
 	$(PIP_INSTALL) pyrevolve
 	$(BIN)/python benchmarks/planners.py
 	$(BIN)/python benchmarks/torch_rollouts.py
 	$(BIN)/python benchmarks/jax_rollouts.py
+	$(BIN)/python benchmarks/torch_checkpoint.py
+	$(BIN)/python benchmarks/torch_sequential.py
 
 clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) demo-output .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -7,9 +7,6 @@ so that a rerun which draws others shows.
 
 from __future__ import annotations
 
-import sys
-import types
-import unittest
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -54,13 +51,6 @@ class Tally:
 
 def _import_database() -> tuple[list[Any], list[Any]]:
     """The import freezes torch's flags and loads a profile of hypothesis: both are put back."""
-    if "expecttest" not in sys.modules:
-        try:
-            __import__("expecttest")
-        except ImportError:  # the database wants its TestCase as a base class, and no more
-            stand_in = types.ModuleType("expecttest")
-            stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-            sys.modules["expecttest"] = stand_in
     profile = settings.default
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

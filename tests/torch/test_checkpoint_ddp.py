@@ -74,18 +74,17 @@ def _work(rank: int, folder: str, interface: str) -> None:
     warnings.simplefilter("ignore")  # gloo warns of names that it cannot resolve
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD)
-    try:
-        for options in OPTIONS:
-            expected = _train(_plainly, rank, options)
-            found = _train(lt.checkpoint, rank, options)
-            assert len(expected) == len(found) > 20
-            assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True)), options
-            shared = [grad.clone() for grad in found[:5]]
-            for grad in shared:
-                dist.broadcast(grad, 0)
-            assert all(same_bits(a, b) for a, b in zip(shared, found, strict=False)), options
-    finally:
-        dist.destroy_process_group()
+    for options in OPTIONS:
+        expected = _train(_plainly, rank, options)
+        found = _train(lt.checkpoint, rank, options)
+        assert len(expected) == len(found) > 20
+        assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True)), options
+        shared = [grad.clone() for grad in found[:5]]
+        for grad in shared:
+            dist.broadcast(grad, 0)
+        assert all(same_bits(a, b) for a, b in zip(shared, found, strict=False)), options
+    dist.barrier()
+    os._exit(0)  # gloo's threads now and then abort a process that ends in order, with or without checkpoints
 
 
 def test_checkpointed_gradients_are_those_of_plain_data_parallel_training(tmp_path: Path) -> None:

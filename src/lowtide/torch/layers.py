@@ -4,14 +4,15 @@ A chain's step is a contiguous group of layers. A layer joins the one before it 
 place to start a rerun from, or one that no tape holds, so that counting it would be wrong:
 
 - it changes its input in place, or gives a view of it (`nn.ReLU(inplace=True)`, `nn.Flatten`);
-- its input is held neither by its own tape nor by that of the layer before (ReLU after a convolution).
+- its input is held neither by its own tape nor by that of the layer before, and its own tape is not much larger (ReLU
+  after a convolution). Where it is (attention on a copy of its input), the input is counted into the tape.
 
 The first layers run plainly, outside the chain, as long as nothing needs a gradient, and up to one that changes the
 caller's own input in place: there is nothing to start again from.
 
 First every layer runs by itself without a tape: that decides the steps, and is what running a step plainly takes. Then
 every step is taped and pulled back, and then checkpointed. Not counted is what the plain run holds too: the caller's
-input, the result, parameters and their gradients.
+input, the result and its gradient, parameters and their gradients.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from lowtide.torch.traceless import Layer, aside, left_as_it_was
 
 # A step that takes less is timed once more without being watched, which slows small operations down.
 _SHORT = 0.005
+# A layer whose input no tape holds begins a step all the same where its own tape is so many times as large.
+_MUCH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,12 @@ class _Meter:
             return True
         start = self._starts[-1] if self._starts else k
         packed = set[int]().union(*(alone.packed for alone in self._alone[start : k + 1]))
-        return not names <= packed | passed
+        own = self._alone[k].packed - names - set(after.names.values())
+        return self._bytes(own) < _MUCH * self._bytes(names - packed - passed)
+
+    def _bytes(self, numbers: set[int]) -> int:
+        """Bytes of storages that were made here."""
+        return sum(self._log.sizes.get(number, 0) for number in numbers)
 
     def _place(self, k: int, moved: set[int], joins: bool, needs_gradient: bool) -> None:
         """Let layer k begin a step, join those before it, or run before the chain."""
@@ -235,7 +243,7 @@ class _Meter:
             state = _through(lead, state)
         places = Places(log, state, names)
         made = set(places.names.values())
-        base = sum(log.sizes[number] for number in packed - made - self._copies)
+        base = self._bytes(packed - made - self._copies)
         lead_peak = log.level(mark, len(log.events))[1]
         state, names = detached(state), places.names
         costs = []
@@ -280,16 +288,17 @@ class _Meter:
         forward = perf_counter() - began
         made = Places(log, result, names)
         outputs = set(made.names.values()) - set(before.names.values()) - {0}
-        tape = sum(log.sizes[number] for number in packed - outputs - set(before.names.values()) - self._copies)
+        tape = self._bytes(packed - outputs - set(before.names.values()) - self._copies)
         taping = log.level(mark, len(log.events), outputs if last else ())[1] - tape
         del made
         if last:
             self._plain |= outputs
-        seed, result = seed_of(result), (result if last else None)
-        pulling, backward, cotangent = self._pull(seed, before, since, mark, outputs if last else set())
+        given: list[torch.Tensor] | None = [] if last else None
+        seed, result = seed_of(result, given), (result if last else None)
+        pulling, backward, cotangent = self._pull(seed, before, since, mark, outputs if last else set(), given)
         cost = StepCost(
             max(1, held),
-            max(1, held + tape),
+            max(1, held) + tape,
             min(forward, sum(alone.seconds for alone in self._alone[slice(*bound)])),
             backward,
             cotangent=cotangent,
@@ -302,9 +311,18 @@ class _Meter:
         return cost, result
 
     def _pull(
-        self, seed: torch.Tensor | None, state: Places, since: int, mark: int, aside: set[int]
+        self,
+        seed: torch.Tensor | None,
+        state: Places,
+        since: int,
+        mark: int,
+        aside: set[int],
+        given: list[torch.Tensor] | None,
     ) -> tuple[int, float, int]:
-        """Pull a step back: most bytes since event `mark`, seconds, bytes of the cotangent that comes out."""
+        """Pull a step back: most bytes since event `mark`, seconds, bytes of the cotangent that comes out.
+
+        Not counted are storages put `aside`, and the gradients of the result, which the caller has `given`.
+        """
         log = self._log
         if seed is None:
             return 0, 0.0, 0
@@ -315,12 +333,13 @@ class _Meter:
         with watching(log):
             found, others = pulled(seed, [*ours, *(t for t in wanted if not state.names[key_of(t)])], since)
         seconds = perf_counter() - began
-        cotangents = {log.number(gradient) for gradient in found[: len(ours)] if gradient is not None}
+        callers = {log.number(gradient) for gradient in given or ()}
+        cotangents = {log.number(gradient) for gradient in found[: len(ours)] if gradient is not None} - callers
         theirs = {log.number(gradient) for gradient in (*found[len(ours) :], *others) if gradient is not None}
-        theirs -= cotangents
+        theirs = theirs - cotangents | callers
         self._plain |= theirs
         _, most = log.level(start, len(log.events), aside | theirs)
-        return level + most, seconds, sum(log.sizes[number] for number in cotangents if number)
+        return level + most, seconds, self._bytes(cotangents)
 
     @contextmanager
     def _packing(self, packed: set[int]) -> Iterator[None]:

@@ -13,16 +13,20 @@ _ONE = torch.ones(())
 
 
 class _Seed(torch.autograd.Function):
-    """Pulls zeros into its arguments that nobody else holds."""
+    """Pulls zeros into its arguments; those that are not handed to a list as well are held by nobody else."""
 
     @staticmethod
-    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, held: list[torch.Tensor] | None, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.held = held
         ctx.forms = [(output.shape, output.stride(), output.dtype, output.device) for output in outputs]
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        return tuple(_zeros(*form) for form in ctx.forms)
+        made = [_zeros(*form) for form in ctx.forms]
+        if ctx.held is not None:
+            ctx.held.extend(made)
+        return None, *made
 
 
 def _zeros(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -31,10 +35,15 @@ def _zeros(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, devi
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
-def seed_of(result: Any) -> torch.Tensor | None:
-    """A root from which to pull the result back, which does not hold it; None if nothing in it has a gradient."""
+def seed_of(result: Any, held: list[torch.Tensor] | None = None) -> torch.Tensor | None:
+    """A root from which to pull the result back, which does not hold it; None if nothing in it has a gradient.
+
+    Args:
+        result: what is pulled back.
+        held: where its gradients are put, as those of a caller who keeps them.
+    """
     roots = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
-    return _Seed.apply(*roots) if roots else None  # type: ignore[no-untyped-call]  # torch's own
+    return _Seed.apply(held, *roots) if roots else None  # type: ignore[no-untyped-call]  # torch's own
 
 
 def pulled(
