@@ -203,12 +203,13 @@ class _Traffic:
         self._entered = [0, 0]
         self._active = [0, 0]
         self._mine = _Counts()
-        self._threads: set[int] = set()
+        self._threads: set[threading.Thread] = set()
 
     def several(self) -> bool:
-        """Whether more than one thread has run checkpointed functions; this one has from now on."""
-        if len(self._threads) < 2:
-            self._threads.add(threading.get_ident())
+        """Whether other threads are alive that have run checkpointed functions; this one has from now on."""
+        self._threads.add(threading.current_thread())
+        if len(self._threads) > 1:
+            self._threads = {thread for thread in self._threads.copy() if thread.is_alive()}
         return len(self._threads) > 1
 
     def enter(self, disturbs: bool) -> tuple[bool, list[int], list[int]]:
@@ -238,9 +239,18 @@ class _Traffic:
 
 _traffic = _Traffic()
 _PATIENCE = 10.0  # seconds to wait for a turn
-# Functions, by their code or class, that drew from a shared generator; and those that had the chance and did not.
-_drawing: set[Any] = set()
-_quiet: set[Any] = set()
+# Functions, by the identity of their code or of themselves, that drew from a shared generator, and those that had the
+# chance and did not. Should an identity be used again, it is put right at the next run.
+_drawing: set[int] = set()
+_quiet: set[int] = set()
+_MOST_KNOWN = 100_000
+
+
+def _learn(key: int, known: set[int], other: set[int]) -> None:
+    if len(known) > _MOST_KNOWN:
+        known.clear()
+    known.add(key)
+    other.discard(key)
 
 
 class Draws:
@@ -249,7 +259,7 @@ class Draws:
     __slots__ = ("_alone", "_crowded", "_has_turn", "_key", "_moved", "_own", "_states", "_ticket")
 
     def __init__(self, function: Any, generators: Iterable[Any] = ()) -> None:
-        self._key = getattr(function, "__code__", None) or type(function)
+        self._key = id(getattr(function, "__code__", function))
         self._has_turn = self._key in _drawing and _traffic.turn.acquire(timeout=_PATIENCE)
         self._ticket = _traffic.enter(disturbs=not self._has_turn and self._key not in _quiet)
         self._alone = threading.active_count() == 1
@@ -277,10 +287,9 @@ class Draws:
         """What a rerun needs; None if nothing was drawn."""
         if not self._crowded:
             if now == self._states:
-                _quiet.add(self._key)
+                _learn(self._key, _quiet, _drawing)
                 return None
-            _drawing.add(self._key)
-            _quiet.discard(self._key)
+            _learn(self._key, _drawing, _quiet)
         # Among several threads one may have put back the very state that another found: then all of it is kept.
         self._moved = [
             (source, before, hash(after))
@@ -319,7 +328,7 @@ class Draws:
         for (source, start, expected), end in zip(moved, ends, strict=False):
             if end == start and has_turn:
                 continue  # nothing was drawn from this one; if it moved in the first run, another thread moved it
-            _drawing.add(self._key)
+            _learn(self._key, _drawing, _quiet)
             # If others have drawn since, they may have done so then, unseen.
             seen_late = not self._alone and _traffic.several()
             disturbed = source.shared and (self._crowded or crowded or seen_late)
