@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -17,9 +19,10 @@ import lowtide.jax as lt
 from lowtide import BudgetError, Plan
 from lowtide.chain import Chain, Disk, StepCost, TapeOption
 from lowtide.errors import FunctionError, InputError
+from lowtide.jax import fitting
 from lowtide.jax.layer_costs import cost
 from lowtide.jax.layers import trace
-from lowtide.jax.sequential import nest
+from lowtide.jax.nests import nest
 from lowtide.plan import Knob
 from lowtide.planners.choose import choose
 from lowtide.planners.hetero import Hetero
@@ -195,18 +198,181 @@ def compiled_bytes(run: Callable[..., Any], function: Any, params: Any, x: Any) 
 UNEQUAL = (217, 170, 143, 90, 98, 40, 47, 34, 69, 209, 173, 230, 141)
 
 
-@pytest.mark.parametrize("function", [dense, gelu])
-@pytest.mark.parametrize("widths", [(128,) * 13, UNEQUAL], ids=["equal", "unequal"])
-def test_budgets_are_kept_and_predicted(widths: Any, function: Any, record_property: Any) -> None:
-    params, x = weights_of(widths), shape(BATCH, widths[0])
-    rows = rows_of(params, function)
+def convolution(kernel: Any, x: Any) -> Any:
+    y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.nn.relu(y)
+
+
+def pooled(kernel: Any, x: Any) -> Any:
+    """A convolution, and the largest of each window."""
+    y = jax.lax.reduce_window(convolution(kernel, x), -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return jax.nn.relu(y)
+
+
+def normal(x: Any) -> Any:
+    apart = x - x.mean(-1, keepdims=True)
+    return apart * jax.lax.rsqrt((apart**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def block(params: Any, x: Any) -> Any:
+    """Attention with four heads and two layers, each behind a norm and beside a shortcut."""
+    first, second, *factors = params
+    heads = [(normal(x) @ factor).reshape(*x.shape[:2], 4, -1) for factor in factors]
+    scores = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", heads[0], heads[1]))
+    x = x + jnp.einsum("bhst,bthd->bshd", scores, heads[2]).reshape(x.shape)
+    return x + jax.nn.gelu(normal(x) @ first) @ second
+
+
+def blocks(count: int, tokens: int) -> tuple[list[Any], Any]:
+    return [(block, (shape(64, 256), shape(256, 64), *[shape(64, 64)] * 3))] * count, shape(8, tokens, 64)
+
+
+def images(*channels: int) -> tuple[list[Any], Any]:
+    pairs = enumerate(pairwise(channels))
+    return [(pooled if k % 2 else convolution, shape(3, 3, a, b)) for k, (a, b) in pairs], shape(8, 32, 32, 3)
+
+
+def deep(function: Any, widths: Any) -> tuple[list[Any], Any]:
+    return rows_of(weights_of(widths), function), shape(BATCH, widths[0])
+
+
+NETWORKS: dict[str, tuple[list[Any], Any]] = {
+    "tanh": deep(dense, UNEQUAL[6:]),
+    "gelu": deep(gelu, UNEQUAL[8:]),
+    "convolutions": images(3, 16, 16, 32),
+    "blocks": blocks(2, 64),
+}
+SLOW_NETWORKS: dict[str, tuple[list[Any], Any]] = {
+    "tanh": deep(dense, UNEQUAL),
+    "gelu": deep(gelu, UNEQUAL),
+    "equal tanh": deep(dense, (128,) * 17),
+    "equal gelu": deep(gelu, (128,) * 17),
+    "convolutions": images(3, 16, 16, 32, 32, 64, 64),
+    "blocks": blocks(6, 128),
+    "many blocks": blocks(12, 64),
+}
+
+
+def taken(run: Callable[..., Any], rows: Any, x: Any, *, of_x: bool, options: Any = QUICK) -> int:
+    """Bytes of the compiled gradient, besides its arguments and results."""
+    functions, params = [row[0] for row in rows], [row[1] for row in rows]
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(jnp.square(run(list(zip(functions, params, strict=True)), x)))
+
+    compiled: Any = jax.jit(jax.grad(loss, (0, 1) if of_x else 0)).lower(params, x).compile(options)
+    return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def check_budgets(rows: Any, x: Any, record_property: Any, options: Any = QUICK) -> None:
     least = least_of(rows, x)
-    for budget in (None, least * 5 // 4, 2 * least):
+    for budget in (least, least * 5 // 4, 2 * least):
         predicted = lt.plan_sequential(rows, x, budget=budget).bill.peak_memory
-        found = compiled_bytes(partial(lt.sequential, budget=budget), function, params, x)
-        record_property("figure", f"{function.__name__}, {budget}: {predicted:,} B predicted, {found:,} B compiled")
-        assert found <= (budget or predicted) * 1.02
-        assert predicted <= 1.25 * found
+        run = partial(lt.sequential, budget=budget)
+        found = [taken(run, rows, x, of_x=of_x, options=options) for of_x in (False, True)]
+        record_property("figure", f"budget {budget:,} B: {predicted:,} B predicted, {max(found):,} B compiled")
+        assert max(found) <= budget
+        assert 0.99 * max(found) <= predicted <= budget
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_budgets_are_kept_by_the_compiled_program(name: str, record_property: Any) -> None:
+    check_budgets(*NETWORKS[name], record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_NETWORKS)
+def test_more_budgets_are_kept_as_users_compile(name: str, record_property: Any) -> None:
+    check_budgets(*SLOW_NETWORKS[name], record_property, None)
+
+
+def test_without_a_budget_bytes_are_estimated(record_property: Any) -> None:
+    for name, (rows, x) in NETWORKS.items():
+        predicted = lt.plan_sequential(rows, x).bill.peak_memory
+        found = taken(lt.sequential, rows, x, of_x=False)
+        record_property("figure", f"{name}: {predicted:,} B predicted, {found:,} B compiled")
+        assert found / 1.6 <= predicted <= 1.5 * found
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is compiled to see whether a plan fits, as it happens."""
+    seen: list[Any] = []
+    monkeypatch.setattr(fitting, "_remembered", {})
+    measure = fitting.compiled_bytes
+
+    def counted(layers: Any, items: Any, *, of_x: bool) -> int:
+        seen.append((items, of_x))
+        return measure(layers, items, of_x=of_x)
+
+    monkeypatch.setattr(fitting, "compiled_bytes", counted)
+    return seen
+
+
+def test_a_plan_is_compiled_once(compiled: list[Any]) -> None:
+    params, x = mlp((12, 30, 7)), draw(1, 64, 12)
+    budget = least_of(rows_of(params), x) * 3 // 2
+    lt.plan_sequential(rows_of(params), x, budget=budget)
+    count = len(compiled)
+    assert 0 < count == len(set(compiled)) <= 16
+
+    def loss(params: Any, x: Any) -> Any:
+        return lt.sequential(rows_of(params, lambda some, x: dense(some, x)), x, budget=budget).sum()
+
+    for _ in range(2):  # functions made anew are the same layers if they say the same
+        jax.grad(loss)(params, x)
+        jax.eval_shape(jax.jit(jax.grad(loss)), params, x)
+    jax.vmap(lambda x: loss(params, x))(x[None])
+    assert len(compiled) == count
+    lt.plan_sequential(rows_of(params, gelu), x, budget="100%")
+    assert len(compiled) > count
+
+
+def test_nothing_is_compiled_without_a_budget(compiled: list[Any]) -> None:
+    params, x = mlp(), draw(1, 11, 12)
+    lt.sequential(rows_of(params), x, plan=lt.plan_sequential(rows_of(params), x))
+    lt.sequential(rows_of(params), x)
+    lt.checkpoint_sequential(rows_of(params), 2, x)
+    assert not compiled
+
+
+def test_what_is_remembered_is_bounded_and_holds_no_model(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "_MOST", 3)
+    weights = jnp.ones((3, 3))
+
+    def layer(x: Any) -> Any:
+        return jnp.sin(x @ weights)
+
+    alive = weakref.ref(layer)
+    for rows in range(1, 4):
+        lt.plan_sequential([layer, layer], shape(rows, 3), budget="1MiB")
+    assert len(compiled) > len(fitting._remembered) == 3
+    del layer
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
+
+
+def test_layers_that_talk_to_others_are_planned_by_estimate(compiled: list[Any]) -> None:
+    def near(x: Any) -> Any:
+        return jnp.sin(x - jax.lax.pmean(x, "i"))
+
+    def run(x: Any) -> Any:
+        return lt.sequential([near, jnp.cos, near], x, budget="1MiB")
+
+    x = draw(1, 4, 6)
+    expected = jax.vmap(lambda x: plain([near, jnp.cos, near], x), axis_name="i")(x)
+    np.testing.assert_allclose(jax.vmap(run, axis_name="i")(x), expected, rtol=1e-6)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
+    spread = jax.sharding.PartitionSpec("i")
+    mapped: Any = jax.shard_map(
+        lambda x: lt.sequential([jnp.cos, lambda x: x @ jnp.ones((6, 6))], x, budget="1MiB"),
+        mesh=mesh,
+        in_specs=spread,
+        out_specs=spread,
+    )
+    np.testing.assert_allclose(mapped(x), jnp.cos(x) @ jnp.ones((6, 6)), rtol=1e-5)
+    assert not compiled
 
 
 def test_less_memory_than_plain_and_than_jax_checkpoint() -> None:
@@ -217,29 +383,22 @@ def test_less_memory_than_plain_and_than_jax_checkpoint() -> None:
     assert segmented <= 0.35 * compiled_bytes(plain, gelu, params, x)
 
 
-def test_the_least_budget_works_and_one_byte_less_is_refused() -> None:
-    params, x = weights_of(UNEQUAL), shape(BATCH, UNEQUAL[0])
-    rows = rows_of(params)
+def test_one_byte_less_than_the_least_is_refused() -> None:
+    rows, x = NETWORKS["tanh"]
     least = least_of(rows, x)
-    found = compiled_bytes(lambda rows, x: lt.sequential(rows, x, budget=least), dense, params, x)
-    assert found <= 1.02 * least
-    with pytest.raises(BudgetError, match=f"the least that works is {least:,} B"):
-        lt.sequential(rows_of(mlp(UNEQUAL)), jnp.zeros((BATCH, UNEQUAL[0])), budget=least - 1)
+    widths = UNEQUAL[6:]
+    with pytest.raises(BudgetError, match=f"the least that works is {least:,} B") as caught:
+        lt.sequential(rows_of(mlp(widths)), jnp.zeros((BATCH, widths[0])), budget=least - 1)
+    assert (caught.value.budget, caught.value.least) == (least - 1, least)
 
 
-def test_convolutions() -> None:
-    def conv(kernel: Any, x: Any) -> Any:
-        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        y = jax.lax.reduce_window(y, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
-        return jax.nn.relu(y)
-
-    channels = (3, 16, 32, 64)
-    params = [shape(3, 3, a, b) for a, b in pairwise(channels)]
-    x = shape(8, 32, 32, 3)
-    rows = rows_of(params, conv)
-    least = least_of(rows, x)
-    found = compiled_bytes(lambda rows, x: lt.sequential(rows, x, budget=least), conv, params, x)
-    assert found <= 1.1 * least
+def test_tapes_that_fit_into_gradients_are_kept() -> None:
+    """Weights are much larger than states, and until their gradients are there, tapes take their room."""
+    rows, x = rows_of(weights_of((256,) * 7)), shape(8, 256)
+    without = taken(plain, rows, x, of_x=False) * 11 // 10
+    plan = lt.plan_sequential(rows, x, budget=without)
+    assert plan.bill.plain_runs == 0
+    assert plan.bill.peak_memory <= without
 
 
 def test_elsewhere_than_on_the_cpu_a_barrier_is_enough() -> None:
@@ -254,27 +413,6 @@ def test_the_largest_of_each_window_costs_integers_on_the_way_back() -> None:
 
     found = cost(trace([pool], shape(8, 32, 32, 3)).layers)
     assert found.backward > 4 * found.state
-
-
-def block(params: Any, x: Any) -> Any:
-    """Attention with four heads and two layers, each beside a shortcut."""
-    first, second, *factors = params
-    heads = [(x @ factor).reshape(*x.shape[:2], 4, -1) for factor in factors]
-    scores = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", heads[0], heads[1]))
-    x = x + jnp.einsum("bhst,bthd->bshd", scores, heads[2]).reshape(x.shape)
-    return x + jax.nn.gelu(x @ first) @ second
-
-
-def test_transformer_blocks(record_property: Any) -> None:
-    """What XLA copies around attention is not all foreseen: less than plain, but the least budget is not quite kept."""
-    params = [(shape(64, 256), shape(256, 64), *[shape(64, 64)] * 3)] * 6
-    x = shape(8, 128, 64)
-    least = least_of(rows_of(params, block), x)
-    found = compiled_bytes(partial(lt.sequential, budget=least), block, params, x)
-    without = compiled_bytes(plain, block, params, x)
-    record_property("figure", f"blocks: {least:,} B predicted, {found:,} B compiled, {without:,} B plain")
-    assert found <= 1.4 * least
-    assert found <= 0.35 * without
 
 
 def test_softmax_scans_and_loops_are_counted() -> None:
@@ -387,7 +525,7 @@ ROWS = [jnp.sin, jnp.cos, jnp.tanh]
         (jnp.sin, 1.0, {}, "not a row of layers; give a list"),
         ([jnp.sin, 3], 1.0, {}, r"layers\[1\]=3 is a int, which cannot be called"),
         ([(3, 4)], 1.0, {}, r"layers\[0\]=3 is a int, which cannot be called"),
-        ([jnp.sin, lambda _: "no"], 1.0, {}, r"layers\[1\] gives a str; layers give arrays"),
+        ([jnp.sin, lambda _: "no"], 1.0, {}, r"layers\[1\] gives a str; make it give arrays"),
         (ROWS, "no", {}, "x is a str; give arrays"),
         (ROWS, {"a": object()}, {}, r"x\['a'\] is a object; give arrays"),
         (ROWS, 1.0, {"budget": 1.5}, "budget=1.5"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import count
 from typing import Any, ClassVar
 
@@ -28,7 +29,6 @@ from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.hetero import Hetero
 from lowtide.planners.sweep import Base
 from lowtide.simulate import simulate_actions
-from lowtide.torch import sequential as public
 from lowtide.torch.nest import Part, nest_of
 from lowtide.torch.sequential import Sequential, checkpoint_sequential, plan_sequential, sequential
 from lowtide.torch.signature import Known
@@ -299,7 +299,7 @@ def test_a_budget_that_is_too_small_is_an_error_that_names_the_least_and_changes
 
 
 def test_parts_inside_one_another_are_not_more_than_the_stack_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(public, "_MOST_DEPTH", 5)
+    monkeypatch.setattr(import_module("lowtide.torch.layer_plans"), "_MOST_DEPTH", 5)
     row = residual()
     least = least_budget(plan_sequential(row.layers, row.x).chain)
     with pytest.raises(BudgetError, match="the least that works") as caught:

@@ -46,13 +46,11 @@ class Cost:
     backward_work: float
     cotangent: int
 
-    def step(self, spare: int) -> StepCost:
-        """The stretch as a step of a chain; `spare` bytes are left between arrays."""
+    def step(self) -> StepCost:
+        """The stretch as a step of a chain."""
         state = max(self.state, 1)
         tape = state + self.held
-        working = Working(
-            self.advance + spare, max(self.taping - tape, 0) + spare, max(self.backward - tape, 0) + spare
-        )
+        working = Working(self.advance, max(self.taping - tape, 0), max(self.backward - tape, 0))
         return StepCost(state, tape, self.forward_work, self.backward_work, cotangent=self.cotangent, working=working)
 
 
@@ -166,7 +164,4 @@ def steps(layers: Sequence[Layer]) -> Steps:
     edges = list(zip(starts, [*starts[1:], len(layers)], strict=True))
     names = [f"layer {start}" if stop - start == 1 else f"layers {start} to {stop - 1}" for start, stop in edges]
     costs = [priced(*edge) for edge in edges]
-    # Arrays of one size take each other's place. Those of several do not fit without gaps.
-    states = [found.state for found in costs]
-    spare = max(states) - min(states)
-    return Steps(Chain.of((found.step(spare) for found in costs), names), tuple(starts), len(layers))
+    return Steps(Chain.of((found.step() for found in costs), names), tuple(starts), len(layers))

@@ -51,16 +51,12 @@ def trace(layers: Iterable[Any], x: Any, name: str = "layers") -> Layers:
         FunctionError: one of them cannot be called, or gives something that is not made of arrays.
     """
     rows = listed(layers, name)
-    tree: Any
-    leaves, tree = jax.tree.flatten(x)
-    leaves = [
-        _array(leaf, path) for (path, _), leaf in zip(jax.tree_util.tree_leaves_with_path(x), leaves, strict=True)
-    ]
+    leaves, tree = arrays(x, "x")
     given = leaves
     traced: list[Layer] = []
     consts: list[Leaves] = []
     for place, row in enumerate(rows):
-        layer, held, tree = _trace(row, given, tree, f"{name}[{place}]")
+        layer, held, tree = trace_layer(row, given, tree, f"{name}[{place}]")
         traced.append(layer)
         consts.append(held)
         given = list(layer.made)
@@ -94,8 +90,8 @@ def plainly_called(rows: Iterable[Any], x: Any) -> Any:
     return x
 
 
-def _trace(row: Any, given: Leaves, given_tree: Any, name: str) -> tuple[Layer, Leaves, Any]:
-    """A layer, what it closes over, and the form of its results."""
+def trace_layer(row: Any, given: Leaves, given_tree: Any, name: str) -> tuple[Layer, Leaves, Any]:
+    """A layer that is called with these leaves in this form, what it closes over, and the form of its results."""
     row_tree: Any
     parts, row_tree = jax.tree.flatten(row)  # modules of equinox are pytrees; a function is a single leaf
     places = [k for k, part in enumerate(parts) if isinstance(part, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
@@ -109,7 +105,7 @@ def _trace(row: Any, given: Leaves, given_tree: Any, name: str) -> tuple[Layer, 
         made, tree = jax.tree.flatten(out)
         for leaf in made:
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-                raise FunctionError(f"{name} gives a {type(leaf).__name__}; layers give arrays, or pytrees of them")
+                raise FunctionError(f"{name} gives a {type(leaf).__name__}; make it give arrays, or pytrees of them")
         trees[:] = [tree]
         return made
 
@@ -123,12 +119,16 @@ def _trace(row: Any, given: Leaves, given_tree: Any, name: str) -> tuple[Layer, 
     return layer, [*closed.consts, *params], trees[0]
 
 
-def _array(leaf: Any, path: Any) -> Any:
-    """The leaf as an array, or as it is if it only says what an array would be like."""
+def arrays(x: Any, name: str) -> tuple[Leaves, Any]:
+    """The leaves as arrays, or as they are if they only say what an array would be like, and the form of `x`."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(x)
+    return [_array(leaf, f"{name}{jax.tree_util.keystr(path)}") for path, leaf in paths], tree
+
+
+def _array(leaf: Any, name: str) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
         return jnp.asarray(leaf)
     except (TypeError, ValueError):
-        where = jax.tree_util.keystr(path)
-        raise InputError(f"x{where} is a {type(leaf).__name__}; give arrays, or pytrees of them") from None
+        raise InputError(f"{name} is a {type(leaf).__name__}; give arrays, or pytrees of them") from None

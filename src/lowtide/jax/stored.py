@@ -1,9 +1,10 @@
 """What a compiled layer stores: which results become arrays in memory, and how long each is needed.
 
 XLA joins cheap operations into one pass over memory and makes their results again wherever they are read, so a tape is
-not simply what `jax.vjp` saves. Here its rules are followed on paper: results of products, reductions and the like are
-stored, and so is what a product reads, and what two passes read if an expensive function makes it, or if it is made of
-two arrays. Everything else is made on the fly from what is stored. An estimate, from types alone.
+not simply what `jax.vjp` saves. Here its rules are followed roughly: results of products, reductions and the like are
+stored, and so is what a product reads, and what two passes read if an expensive function makes it. Everything else is
+made on the fly from what is stored. An estimate, from types alone: within a third for most layers, half for
+convolutions. Where more is promised, the program is compiled (`fitting.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ _EXPENSIVE = _names(
     "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma "
     "lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh"
 )
-_ELEMENTWISE = _names("add div mul sub")
-_REDUCING = _names("reduce_sum reduce_max")
 # Results are stored; what is read may be made on the fly.
 _GATHERING = _names(
     "argmax argmin concatenate cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice gather random_bits "
@@ -62,16 +61,12 @@ class Graph:
     def __init__(self) -> None:
         self.bytes: list[int] = []
         self.ops: list[_Op] = []
-        self._sizes: list[int] = []  # elements
-        self._spread: set[int] = set()  # values that repeat a smaller one
         self._constant: set[int] = set()
 
     def values(self, avals: Iterable[Any]) -> list[int]:
         """New values of these types."""
         first = len(self.bytes)
-        for aval in avals:
-            self.bytes.append(nbytes([aval]))
-            self._sizes.append(int(aval.size))
+        self.bytes.extend(nbytes([aval]) for aval in avals)
         return list(range(first, len(self.bytes)))
 
     def add(self, jaxpr: core.Jaxpr, given: Sequence[int]) -> list[int]:
@@ -92,12 +87,6 @@ class Graph:
                 made = self.add(inner[0], reads)  # a call, or a function that comes before its own rules
             else:
                 made = self.values(var.aval for var in eqn.outvars)
-                if name in _ELEMENTWISE:
-                    reads = [self._as_large(value, made[0]) for value in reads]
-                if name == "div" and reads[1] in self._spread:
-                    self.bytes[made[0]] *= 2  # one for what it is multiplied with instead
-                if name == "broadcast_in_dim":
-                    self._spread.update(made)
                 self.ops.append(_Op(name, tuple(reads), tuple(made), _inside(eqn, inner), _work(eqn)))
             known.update(zip(eqn.outvars, made, strict=True))
         return [find(var) for var in jaxpr.outvars]
@@ -106,17 +95,6 @@ class Graph:
         values = self.values(var.aval for var in vars_)
         self._constant.update(values)
         return values
-
-    def _as_large(self, value: int, made: int) -> int:
-        """The value, repeated until it is as large as another."""
-        if not 1 < self._sizes[value] < self._sizes[made]:
-            return value
-        repeated = len(self.bytes)
-        self.bytes.append(self.bytes[value] // self._sizes[value] * self._sizes[made])
-        self._sizes.append(self._sizes[made])
-        self._spread.add(repeated)
-        self.ops.append(_Op("broadcast_in_dim", (value,), (repeated,), 0, 0.0))
-        return repeated
 
     def work(self, start: int, stop: int) -> float:
         """Floating point operations of ops [start, stop)."""
@@ -134,13 +112,11 @@ class Graph:
         """The values made by the first `stop` ops that become arrays; `wanted` do in any case."""
         ops = self.ops[:stop]
         found = {value for op in ops if op.name in _WHOLE for value in op.reads} | set(wanted)
-        summed = {value for op in ops if op.name in _REDUCING for value in op.reads}
-        found.update(value for op in ops if op.name == "mul" and not summed.isdisjoint(op.makes) for value in op.reads)
         # The passes over memory that read a value, directly or in what they make on the fly; known from the end on.
         passes: dict[int, set[int]] = {}
         for place, op in reversed(list(enumerate(ops))):
             readers = set[int]().union(*(passes.get(value, ()) for value in op.makes))
-            again = len(readers) > 1 and (op.name in _EXPENSIVE or self._joins(op))
+            again = len(readers) > 1 and op.name in _EXPENSIVE
             if again or op.name in _WHOLE or op.name in _GATHERING:
                 found.update(op.makes)
             if not found.isdisjoint(op.makes):
@@ -148,11 +124,6 @@ class Graph:
             for value in op.reads:
                 passes.setdefault(value, set()).update(readers)
         return {value for op in ops for value in op.makes if value in found}
-
-    def _joins(self, op: _Op) -> bool:
-        """Whether it reads two arrays as large as what it makes."""
-        size = max(self._sizes[value] for value in op.makes)
-        return len({v for v in op.reads if self._sizes[v] >= size and v not in self._spread}) > 1
 
 
 class Liveness:
@@ -209,13 +180,6 @@ def _inside(eqn: Any, inner: Sequence[core.Jaxpr]) -> int:
         case "conv_general_dilated":
             # The gradient of a kernel is a product over the batch, and both factors are turned for it.
             return nbytes(given) if eqn.params["dimension_numbers"].lhs_spec[0] else 0
-        case "dot_general":
-            # So is a factor whose batch axes do not come first, and one of two that share several axes.
-            (shared, _), batches = eqn.params["dimension_numbers"]
-            turned = [
-                nbytes([aval]) for aval, axes in zip(given, batches, strict=True) if [*axes] != [*range(len(axes))]
-            ]
-            return sum(turned) or (max(nbytes([aval]) for aval in given) if len(shared) > 1 else 0)
         case "select_and_scatter_add":
             # Where the largest element of each window is, as an integer for each axis.
             return sum(4 * len(aval.shape) * int(aval.size) for aval in given)

@@ -98,12 +98,15 @@ def checkpoint(
         raise InputError(f"determinism_check={determinism_check!r} is not known; give one of {', '.join(_CHECKS)}")
     check_function(function, "function")
     stack = _thread.calls
+    first, again = (None, None) if context_fn is None else context_fn()
     try:
         if len(stack) > 8:
             _make_room(24)
-        call = _Call(function, args, kwargs, early_stop, contexts, preserve_rng_state)
-        first, call.context = (None, None) if context_fn is None else context_fn()
-        call.begin(stack, determinism_check == "none", check_rerun, debug)
+        call = _Call(function, args, kwargs, early_stop, Ambient(contexts), again)
+        call.begin(stack, determinism_check == "none", check_rerun, debug, preserve_rng_state)
+        if call.is_lazy:
+            call.end(stack)
+            return function(*args, **kwargs)
         try:
             if first is None:
                 result = function(*args, **kwargs)
@@ -123,12 +126,6 @@ def checkpoint(
         ) from None
     call.finish(drawn)
     return result
-
-
-def innermost_is_rerun() -> bool:
-    """Whether the innermost checkpoint call around is being run again; False without any."""
-    stack = _thread.calls
-    return bool(stack) and stack[-1][1]
 
 
 class _Thread(threading.local):
@@ -174,6 +171,7 @@ class _Call:
     __slots__ = (
         "_ambient",
         "_atoms",
+        "_context",
         "_count",
         "_counter",
         "_draws",
@@ -190,9 +188,10 @@ class _Call:
         "_values",
         "_versions",
         "_wheres",
-        "context",
+        "is_lazy",
         "outer",
         "store",
+        "versions",
     )
 
     def __init__(
@@ -201,15 +200,18 @@ class _Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         early_stop: bool,
-        contexts: Iterable[Callable[[], AbstractContextManager[Any]]],
-        draws: bool,
+        ambient: Ambient,
+        context: AbstractContextManager[Any] | None,
     ) -> None:
         self._function = function
         self._early_stop = early_stop
         self._keys = tuple(kwargs)
-        self.context: AbstractContextManager[Any] | None = None
+        self._ambient = ambient
+        self._context = context
         self.outer: tuple[_Call, int, int] | None = None
+        self.is_lazy = False
         self.store: list[torch.Tensor | None] = []
+        self.versions: list[int] = []
         self._count = -1  # how many tensors the first run saved, once it is over
         self._counter: Iterator[int] | None = None
         self._likes: Any = None
@@ -218,32 +220,26 @@ class _Call:
         self._hidden: _Tensors | None = None
         self._surroundings: Surroundings | None = None
         self._draws: Draws | None = None
-        self._take(args, kwargs, draws)
-        self._ambient = Ambient(contexts)
+        self._take(args, kwargs)
 
     # --- the first run
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool) -> None:
-        """Take the arguments apart into tensors and the rest, and note what can be reached from them."""
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the arguments apart into tensors and the rest."""
         leaves: list[Any] = [*args, *kwargs.values()]
         self._form: Form | None = None
         if any(type(leaf) not in ATOMS and not isinstance(leaf, torch.Tensor) for leaf in leaves):
             self._form = form_of(leaves)
             leaves = self._form.flatten(leaves)
-        notes = Surroundings()
         tensors, places = [], []
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
                 places.append(place)
                 leaves[place] = None
-        notes.find_call(self._function, leaves)
         self._atoms = leaves
         self._places = places
         self._keep_arguments(tensors)
-        self._surroundings = notes
-        if draws:
-            self._draws = Draws(self._function, notes.sources)
 
     def _keep_arguments(self, tensors: list[torch.Tensor]) -> None:
         top = _top_hooks(False)
@@ -255,9 +251,10 @@ class _Call:
         else:
             self._held = _Tensors(tensors, through_hooks=top is not None)
 
-    def begin(self, stack: list[tuple[_Call, bool]], uncompared: bool, values: bool, debug: bool) -> None:
+    def begin(
+        self, stack: list[tuple[_Call, bool]], uncompared: bool, values: bool, debug: bool, preserve_rng_state: bool
+    ) -> None:
         """From here to `end`, this thread runs the function for the first time."""
-        assert self._surroundings is not None
         pack: Callable[[torch.Tensor], int]
         if uncompared:
             self._counter = count()
@@ -266,14 +263,24 @@ class _Call:
         else:
             self._likes = []
             pack = _noting(self._likes)
-        among_threads = self._draws is not None and self._draws.among_threads()
+        draws = Draws(self._function) if preserve_rng_state and _fake_mode() is None else None
+        among_threads = draws is not None and draws.among_threads()
         if values or debug or among_threads:
             self._values = [] if values or among_threads else None
             self._wheres = [] if debug else None
             pack = partial(self._pack_with_care, pack, values)
+        try:
+            self._surroundings = Surroundings(_ignored if draws is None else draws.follow)
+            self._surroundings.find_call(self._function, self._atoms)
+            _push_hooks(pack, self.unpack)
+        except BaseException:
+            if draws is not None:
+                draws.leave()
+            raise
+        self.is_lazy = self._surroundings.is_lazy
+        self._draws = draws
         begin_meeting(self._surroundings)
         stack.append((self, False))
-        _push_hooks(pack, self.unpack)
 
     def _pack_with_care(self, pack: Callable[[torch.Tensor], int], in_words: bool, tensor: torch.Tensor) -> int:
         if self._values is not None:
@@ -320,12 +327,17 @@ class _Call:
     def unpack(self, number: int) -> torch.Tensor:
         """What autograd would have saved as its `number`th tensor. It is handed out once and let go."""
         store = self.store
-        if number < len(store):
-            tensor = store[number]
-            if tensor is not None:
-                store[number] = None
-                return tensor
-        return self._again(number)
+        tensor = store[number] if number < len(store) else None
+        if tensor is None:
+            tensor = self._again(number)
+        store = self.store
+        store[number] = None
+        if tensor._version != self.versions[number]:
+            raise CheckpointError(
+                f"a tensor of shape {tuple(tensor.shape)} that autograd needs for the backward was changed in place "
+                "after the function had used it; make a new tensor instead"
+            )
+        return tensor
 
     def _again(self, number: int) -> torch.Tensor:
         waiting = [self]
@@ -333,7 +345,7 @@ class _Call:
             waiting.append(outer[0])
         for call in reversed(waiting):
             call.rerun()
-        tensor, self.store[number] = self.store[number], None
+        tensor = self.store[number]
         assert tensor is not None
         return tensor
 
@@ -359,13 +371,7 @@ class _Call:
         except OtherDrawsError as error:
             if not error.crowded or self._draws_from_torch():
                 raise
-        for tensor, version in zip(saved, versions, strict=True):
-            if tensor._version != version:
-                raise CheckpointError(
-                    f"the function changes a tensor of shape {tuple(tensor.shape)} in place that autograd needs for "
-                    "the backward; make a new tensor instead"
-                )
-        self.store = list(saved)
+        self.store, self.versions = list(saved), versions
         saved.clear()  # the rerun's graph holds on to the list, and the tensors on to the graph
 
     def _packing(
@@ -387,7 +393,7 @@ class _Call:
             if number >= wanted:
                 if whole:
                     raise Differs(number, f"nothing more, after {wanted:,} tensors", in_words(_like(tensor)))
-                raise _Stop(saved)
+                return number  # the end of the rerun was taken for an error of the function's own, and caught
             if likes is not None and likes[number] != (tensor.shape, tensor.dtype, tensor.device):
                 raise Differs(number, in_words(likes[number]), in_words(_like(tensor)))
             if values is not None and values[number][0] != fingerprint(tensor):
@@ -416,7 +422,7 @@ class _Call:
             positional = len(leaves) - len(self._keys)
             kwargs = dict(zip(self._keys, leaves[positional:], strict=True))
             leaves = leaves[:positional]
-        if self._surroundings is None and self._draws is None and self.context is None and self._ambient.is_now():
+        if self._surroundings is None and self._draws is None and self._context is None and self._ambient.is_now():
             self._run_here(pack, saved, leaves, kwargs)
             return
         with ExitStack() as contexts:
@@ -427,8 +433,8 @@ class _Call:
                 contexts.enter_context(self._draws.again(to_the_end=whole and self._values is None))
             if not self._ambient.is_now():
                 contexts.enter_context(self._ambient.again(cached=True))
-            if self.context is not None:
-                contexts.enter_context(self.context)
+            if self._context is not None:
+                contexts.enter_context(self._context)
             self._run_here(pack, saved, leaves, kwargs)
 
     def _run_here(
@@ -539,7 +545,7 @@ class _Tensors:
         self._node: Any = None
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
-        if through_hooks and tensors:
+        if through_hooks and tensors and not any(tensor.is_inference() for tensor in tensors):
             self._node = _Kept.apply(_anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]  # torch's own
         else:
             # Of a computed tensor only its values: the tensor itself may become a part of the graph that keeps it.
@@ -565,8 +571,9 @@ class _Tensors:
             t if t.requires_grad and t.is_leaf else t.detach().requires_grad_(flag)
             for t, flag in zip(tensors, self._flags, strict=True)
         ]
-        for number, (_, _, values) in self._changed.items():
-            twins[number] = values.clone()
+        one_for_each: dict[int, torch.Tensor] = {}  # one that was given twice is one
+        for number, (tensor, _, values) in self._changed.items():
+            twins[number] = one_for_each.setdefault(id(tensor), values.clone())
         return twins
 
 
@@ -578,6 +585,15 @@ def _frames_above(frame: FrameType) -> set[int]:
         frames.add(id(above))
         above = above.f_back
     return frames
+
+
+def _ignored(_: Any) -> None:
+    """A random generator, where random numbers need not repeat."""
+
+
+def _fake_mode() -> object:
+    """The mode in which tensors have no values, or None."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def _like(tensor: torch.Tensor) -> Likeness:

@@ -17,7 +17,7 @@ import random
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -132,9 +132,9 @@ class _Numpy:
 class _NumpyGlobal:
     """The generator behind `np.random.rand` and its like.
 
-    Numpy takes 30 microseconds to give its state, so its words are compared where they are. What that leaves out is a
-    second normal number, which numpy makes with each first one and keeps: a rerun starts without it, and if it was
-    needed, the end does not agree.
+    Numpy takes 30 microseconds to give its state, so its words are compared where they are, and so is the second normal
+    number, which it makes with each first one and keeps. Where that one lies is found out at import; if it cannot be,
+    numpy is asked.
     """
 
     __slots__ = ("name", "shared")
@@ -146,19 +146,37 @@ class _NumpyGlobal:
         self.shared = True
 
     def read(self) -> bytes:
+        generator = np.random.mtrand._rand
         bits = np.random.mtrand.get_bit_generator()
-        if isinstance(bits, np.random.MT19937):
-            return ctypes.string_at(bits.ctypes.state_address, self._SIZE)
-        return pickle.dumps(bits.state)
+        if _GAUSS_OFFSET is None or not isinstance(bits, np.random.MT19937):
+            return pickle.dumps(generator.get_state(legacy=False))
+        words = ctypes.string_at(bits.ctypes.state_address, self._SIZE)
+        return words + ctypes.string_at(id(generator) + _GAUSS_OFFSET, 16)
 
     def write(self, state: bytes) -> None:
-        bits = np.random.mtrand.get_bit_generator()
-        if isinstance(bits, np.random.MT19937):
-            key = np.frombuffer(state[: self._WORDS], dtype=np.uint32)
-            position = int.from_bytes(state[self._WORDS :], "little")
-            np.random.set_state(("MT19937", key, position, 0, 0.0))  # noqa: NPY002  (it is this one that is followed)
-        else:
-            bits.state = pickle.loads(state)
+        if len(state) != self._SIZE + 16:
+            np.random.set_state(pickle.loads(state))  # noqa: NPY002  (it is this one that is followed)
+            return
+        key = np.frombuffer(state[: self._WORDS], dtype=np.uint32)
+        position, has_gauss, gauss = struct.unpack("=iixxxxd", state[self._WORDS :])
+        np.random.set_state(("MT19937", key, position, has_gauss, gauss))  # noqa: NPY002
+
+
+def _gauss_offset() -> int | None:
+    """Where in a `RandomState` it says whether there is a second normal number, eight bytes before that number."""
+    generator = np.random.RandomState(7)
+    generator.standard_normal()
+    pending: Any = generator.get_state(legacy=False)
+    size = type(generator).__basicsize__
+    offset = ctypes.string_at(id(generator), size).find(struct.pack("=ixxxxd", 1, pending["gauss"]))
+    if offset < 0:
+        return None
+    generator.standard_normal()
+    used: int = struct.unpack("=i", ctypes.string_at(id(generator) + offset, 4))[0]
+    return None if used else offset
+
+
+_GAUSS_OFFSET = _gauss_offset()
 
 
 _CPU = _Torch(torch.default_generator, "torch's generator on the CPU", shared=True)
@@ -205,9 +223,12 @@ class _Traffic:
         self._mine = _Counts()
         self._threads: set[threading.Thread] = set()
 
-    def several(self) -> bool:
-        """Whether other threads are alive that have run checkpointed functions; this one has from now on."""
+    def join(self) -> None:
+        """From now on this thread is one that runs checkpointed functions."""
         self._threads.add(threading.current_thread())
+
+    def several(self) -> bool:
+        """Whether more than one thread is alive that does."""
         if len(self._threads) > 1:
             self._threads = {thread for thread in self._threads.copy() if thread.is_alive()}
         return len(self._threads) > 1
@@ -258,18 +279,25 @@ class Draws:
 
     __slots__ = ("_alone", "_crowded", "_has_turn", "_key", "_moved", "_own", "_states", "_ticket")
 
-    def __init__(self, function: Any, generators: Iterable[Any] = ()) -> None:
+    def __init__(self, function: Any) -> None:
         self._key = id(getattr(function, "__code__", function))
         self._has_turn = self._key in _drawing and _traffic.turn.acquire(timeout=_PATIENCE)
         self._ticket = _traffic.enter(disturbs=not self._has_turn and self._key not in _quiet)
         self._alone = threading.active_count() == 1
         self._crowded = False
-        self._own = tuple([_source_of(generator) for generator in generators])
+        self._own: list[_Source] = []
         self._states = self._read()
         self._moved: list[tuple[_Source, Any, int]] | None = None  # state before, hash of the state after
 
+    def follow(self, generator: Any) -> None:
+        """Follow this generator too; it has not been drawn from yet."""
+        source = _source_of(generator)
+        self._own.append(source)
+        self._states.append(source.read())
+
     def among_threads(self) -> bool:
         """Whether other threads may draw as well, so that values have to be compared: states may agree by chance."""
+        _traffic.join()
         return _traffic.several() and self._key not in _quiet
 
     def _read(self) -> list[Any]:

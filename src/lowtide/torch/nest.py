@@ -94,6 +94,23 @@ def kept_by(parts: tuple[Part, ...], kept: tuple[int, ...]) -> int:
     return side_by_side + max((kept_by(part.inside, kept) for part in parts), default=0)
 
 
+def copied_by(parts: tuple[Part, ...], copied: tuple[int, ...]) -> list[int]:
+    """For each step, bytes of copies while it runs without a tape, where a call copies so many of its first state."""
+    found = [0] * len(copied)
+    for part in parts:
+        if part.inside:
+            inner = copied_by(part.inside, copied)
+            for k in range(part.start, part.stop):
+                found[k] = copied[part.start] + inner[k]
+    return found
+
+
+def starts(parts: tuple[Part, ...]) -> set[int]:
+    """Steps that are taped from the state that a checkpoint call around them holds."""
+    firsts = {part.inside[0].start for part in parts if part.inside and not part.inside[0].inside}
+    return firsts.union(*(starts(part.inside) for part in parts))
+
+
 @dataclass(frozen=True, slots=True)
 class Runner:
     """Runs the steps of one call. `options` are for `checkpoint`."""

@@ -11,7 +11,9 @@ import dis
 import functools
 import random
 import sys
+import sysconfig
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,18 +26,22 @@ from torch import nn
 
 MISSING = object()
 # Nobody keeps state of the user's in these packages, and following their functions would lead through all of them.
-_FOREIGN = frozenset({"torch", "numpy", "lowtide", "builtins"}) | sys.stdlib_module_names - {"__main__"}
+_FOREIGN = frozenset({"torch", "numpy", "lowtide", "builtins"})
+_STDLIB = sysconfig.get_paths()["stdlib"]
 # Nothing can be reached through these, or changed in them.
 ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, type, slice, range, types.ModuleType}
-    | {types.BuiltinFunctionType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
+    | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
+    | {weakref.ProxyType, weakref.CallableProxyType}
 )
-_CODE = frozenset({type(None), type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType})
+_CODE = frozenset({type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType})
 CONTAINERS = (list, dict, set, deque)
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _NAMESPACES = frozenset({types.SimpleNamespace, argparse.Namespace})
-# Of longer containers only the first entries are looked at: those are data.
+# Of longer containers only the first entries are looked at: those are data. Nor is anything further away than this.
 _MOST_ENTRIES = 100
+_MOST_DEPTH = 40
+_MOST_CODES = 10_000
 
 
 class Slot(Protocol):
@@ -103,33 +109,32 @@ class Variable:
 class Reach:
     """The walk. `find` each root; what is found is handed to the methods whose names begin with `on_`, once."""
 
-    __slots__ = ("_seen",)
+    __slots__ = ("_depth", "_seen")
 
     def __init__(self) -> None:
+        self._depth = 0
         self._seen: set[int] = set()
 
     def on_module(self, module: nn.Module, label: str, names: frozenset[str] | None) -> None:
         """A module. `names` are those in the code that reaches it, None where it is itself what is called."""
-        raise NotImplementedError
 
     def on_object(self, thing: Any, label: str) -> None:
         """An object of a class of the user's own; its attributes are walked next."""
-        raise NotImplementedError
 
     def on_variable(self, slot: Variable) -> None:
         """A variable that a function closes over."""
-        raise NotImplementedError
 
     def on_tensor(self, tensor: torch.Tensor, label: str) -> None:
         """A tensor."""
-        raise NotImplementedError
 
     def on_generator(self, generator: Any) -> None:
         """A random generator, of torch, numpy or Python."""
-        raise NotImplementedError
 
     def on_container(self, container: Any, label: str) -> None:
         """A list, dict, set or deque; its entries are walked next."""
+
+    def on_slot(self, slot: Member) -> None:
+        """An attribute that a class has a slot for."""
 
     def on_array(self, array: np.ndarray[Any, Any]) -> None:
         """A numpy array."""
@@ -138,40 +143,60 @@ class Reach:
         """A global variable that a function reads or assigns to."""
 
     def find(self, thing: Any, label: str = "", names: frozenset[str] | None = None) -> None:
-        """Walk from here."""
-        if type(thing) in ATOMS or id(thing) in self._seen:
+        """Walk from here. `names` are those in the code that reaches it, None where it is itself what is called."""
+        kind = type(thing)  # never `isinstance`, which may ask the object
+        if kind in ATOMS or id(thing) in self._seen or self._depth > _MOST_DEPTH:
             return
         self._seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
+        self._depth += 1
+        self._visit(thing, kind, label, names)
+        self._depth -= 1
+
+    def _visit(self, thing: Any, kind: type, label: str, names: frozenset[str] | None) -> None:
+        if issubclass(kind, torch.Tensor):
             self.on_tensor(thing, label)
-        elif isinstance(thing, nn.Module):
-            self.on_module(thing, label or type(thing).__name__, names)
-        elif isinstance(thing, GENERATORS):
+        elif issubclass(kind, nn.Module):
+            self.on_module(thing, label or kind.__name__, self._find_in_methods(kind, names, "forward"))
+        elif issubclass(kind, GENERATORS):
             self.on_generator(thing)
-        elif isinstance(thing, tuple):
+        elif issubclass(kind, tuple):
             for part in thing[:_MOST_ENTRIES]:
                 self.find(part, label, names)
-        elif isinstance(thing, CONTAINERS):
+        elif issubclass(kind, CONTAINERS):
             self.on_container(thing, label)
             for key, part in _entries(thing):
-                self.find(part, f"{label}[{key!r}]", names)
-        elif isinstance(thing, np.ndarray):
+                self.find(part, f"{label}[{key!r}]" if type(key) in (int, str) else label, names)
+        elif issubclass(kind, np.ndarray):
             self.on_array(thing)
-        elif isinstance(thing, functools.partial):
+        elif kind is functools.partial:
             for part in (thing.func, *thing.args, *thing.keywords.values()):
                 self.find(part, label, names)
-        elif isinstance(thing, types.MethodType):
-            self.find(thing.__self__, label, names)
+        elif kind is types.MethodType:
+            own = frozenset({thing.__name__})
+            self.find(thing.__self__, label, own if names is None else names | own)
             self.find(thing.__func__, label, names)
-        elif isinstance(thing, types.FunctionType):
-            if not _is_foreign(thing.__module__):
+        elif kind is types.BuiltinFunctionType:
+            self.find(thing.__self__, label, names)  # `history.append`; a module's functions have the module here
+        elif kind is types.FunctionType:
+            if not is_foreign(thing.__module__):
                 self._find_in_function(thing)
-        elif _is_users_object(thing):
-            path = label or type(thing).__name__
-            if hasattr(thing, "__dict__"):
-                self.on_object(thing, path)
-            for name, value in _attributes(thing):
-                self.find(value, f"{path}.{name}", names)
+        elif _is_users_object(kind):
+            path = label or kind.__name__
+            names = self._find_in_methods(kind, names, "__call__")
+            self.on_object(thing, path)
+            for name, slot in _attributes(thing, path):
+                if slot is not None:
+                    self.on_slot(slot)
+                self.find(vars(thing)[name] if slot is None else slot.get(), f"{path}.{name}", names)
+
+    def _find_in_methods(self, kind: type, names: frozenset[str] | None, called: str) -> frozenset[str] | None:
+        """Walk what the methods use that can be called; gives the names in their code too."""
+        methods, known = _methods(kind, names, called)
+        for method in methods:
+            if id(method) not in self._seen:
+                self._seen.add(id(method))
+                self._find_in_function(method)
+        return known
 
     def _find_in_function(self, function: types.FunctionType) -> None:
         code = _Code.of(function.__code__)
@@ -185,7 +210,9 @@ class Reach:
             self.find(default, "a default argument", code.names)
         space = function.__globals__
         for name in code.loads:
-            value = space.get(name)
+            if name not in space:
+                continue
+            value = space[name]
             if type(value) not in _CODE:
                 self.on_global(Entry(space, name, name, in_module=False))
                 self.find(value, name, code.names)
@@ -210,7 +237,7 @@ class _Code:
     def of(cls, code: types.CodeType) -> _Code:
         known = cls._known.get(id(code))
         if known is None:
-            if len(cls._known) > 10_000:  # code that is made anew all the time
+            if len(cls._known) > _MOST_CODES:  # code that is made anew all the time
                 cls._known.clear()
             known = cls._known[id(code)] = cls._read(code)
         return known
@@ -239,24 +266,81 @@ def _entries(container: Any) -> Iterator[tuple[Any, Any]]:
     return islice(pairs, _MOST_ENTRIES)
 
 
-def _is_foreign(module_name: str | None) -> bool:
-    return (module_name or "").partition(".")[0] in _FOREIGN
+@functools.cache
+def is_foreign(module_name: str | None) -> bool:
+    """Whether a module of this name is one of torch's, numpy's or Python's own."""
+    top = (module_name or "").partition(".")[0]
+    if top not in sys.stdlib_module_names or top == "__main__":
+        return top in _FOREIGN
+    file = getattr(sys.modules.get(top), "__file__", None)
+    return file is None or file.startswith(_STDLIB)  # somebody's own `trace.py` is not
 
 
-def _is_users_object(thing: Any) -> bool:
-    """An instance of a class of the user's own that can keep attributes."""
-    kind = type(thing)
+def _is_users_object(kind: type) -> bool:
+    """A class of the user's own whose instances can keep attributes."""
     if kind in _NAMESPACES:
         return True
-    return (hasattr(thing, "__dict__") or hasattr(kind, "__slots__")) and not (
-        isinstance(thing, type | types.ModuleType) or _is_foreign(kind.__module__)
-    )
+    return not is_foreign(kind.__module__) and (kind.__dictoffset__ != 0 or hasattr(kind, "__slots__"))
 
 
-def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    yield from list(getattr(thing, "__dict__", {}).items())
+@functools.lru_cache(maxsize=4096)
+def _methods(
+    kind: type, names: frozenset[str] | None, called: str
+) -> tuple[tuple[types.FunctionType, ...], frozenset[str] | None]:
+    """Methods that code with these names can call, and those they call, and all names in them.
+
+    Without names it is the object itself that is called.
+    """
+    found: dict[str, types.FunctionType] = {}
+    pending = [called, *(names or ())]
+    while pending:
+        name = pending.pop()
+        for owner in kind.__mro__:
+            method = owner.__dict__.get(name)
+            if method is not None and name not in found:
+                if type(method) is types.FunctionType and not is_foreign(method.__module__):
+                    found[name] = method
+                    pending += _Code.of(method.__code__).names
+                break
+    inside = frozenset().union(*(_Code.of(method.__code__).names for method in found.values()))
+    return tuple(found.values()), None if names is None else names | inside
+
+
+def has_method(kind: type, names: frozenset[str]) -> bool:
+    """Whether code with these names can call a method of the class, other than by calling its instance."""
+    return bool(_methods(kind, names, "")[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """An attribute that a class has a slot for."""
+
+    owner: Any
+    descriptor: types.MemberDescriptorType
+    label: str
+    in_module: bool = False
+
+    def get(self) -> Any:
+        """See `Slot`."""
+        try:
+            return self.descriptor.__get__(self.owner)
+        except AttributeError:  # not set yet
+            return MISSING
+
+    def set(self, value: Any) -> None:
+        """See `Slot`."""
+        if value is not MISSING:
+            self.descriptor.__set__(self.owner, value)
+        elif self.get() is not MISSING:
+            self.descriptor.__delete__(self.owner)
+
+
+def _attributes(thing: Any, path: str) -> Iterator[tuple[str, Member | None]]:
+    """Names of an object's attributes, with the slot of those that have one; no code of the user's is run."""
+    if type(thing).__dictoffset__:
+        for name in list(vars(thing)):
+            yield name, None
     for kind in type(thing).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
-                yield name, getattr(thing, name)
+        for name, descriptor in kind.__dict__.items() if "__slots__" in kind.__dict__ else ():
+            if type(descriptor) is types.MemberDescriptorType:
+                yield name, Member(thing, descriptor, f"{path}.{name}")

@@ -11,103 +11,32 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lowtide.chain import Chain, Working
 from lowtide.checks import function
-from lowtide.errors import BudgetError, InputError
-from lowtide.plan import Knob, Plan
-from lowtide.planners.choose import choose, least_budget
+from lowtide.errors import InputError
+from lowtide.plan import Plan
 from lowtide.segments import balanced, segment_count
 from lowtide.sizes import parse_budget
 from lowtide.torch import recording
-from lowtide.torch.layers import Row, measure_layers
-from lowtide.torch.nest import Part, Runner, kept_by, nest_of
+from lowtide.torch.layer_plans import LayerPlans
+from lowtide.torch.layers import measure_layers
+from lowtide.torch.nest import Part, Runner, nest_of
 from lowtide.torch.signature import Known
 from lowtide.torch.traceless import Layer
 
 Layers = nn.Sequential | nn.ModuleList | list[Layer] | tuple[Layer, ...]
 Contexts = Iterable[Callable[[], AbstractContextManager[Any]]]
 
-# How many checkpoint calls may be inside one another: Python's stack has room for more, but not for many more.
-_MOST_DEPTH = 100
 _transformed = torch._C._functorch.peek_interpreter_stack
 _STEP_NAME = re.compile(r"([0-9]+)(?:-([0-9]+))? ")
 
 
-class _Costs:
-    """What a row costs, and the plans that were made for it."""
-
-    def __init__(self, row: Row) -> None:
-        self.row = row
-        self._plans: dict[int | str | None, tuple[Plan, tuple[Part, ...]]] = {}
-
-    def plan(self, budget: int | str | None) -> tuple[Plan, tuple[Part, ...]]:
-        """The fastest plan within the budget, and its nest."""
-        if budget not in self._plans:
-            if len(self._plans) >= 16:  # a sweep over budgets
-                self._plans.clear()
-            plan = self._choose(budget)
-            self._plans[budget] = plan, nest_of(plan)
-        return self._plans[budget]
-
-    def _choose(self, budget: int | str | None) -> Plan:
-        chain = self._chain
-        if budget is None:
-            return self._with_copies(choose(chain), Knob("none"))
-        asked = parse_budget(budget, chain.plain_tape)
-        plan = self._within(asked)
-        if plan is None:
-            ways = "raise the budget, or make the layers smaller (a smaller batch)"
-            raise BudgetError(asked, self._least_that_works(), ways)
-        return plan
-
-    @property
-    def _chain(self) -> Chain:
-        assert self.row.chain is not None
-        return self.row.chain
-
-    def _within(self, asked: int) -> Plan | None:
-        """The fastest plan within so many bytes, with the copies of buffers that its checkpoint calls keep."""
-        budget = asked
-        while budget >= max(self.row.peak, least_budget(self._chain)):
-            plan = choose(self._chain, budget)
-            if max(part.depth for part in nest_of(plan)) > _MOST_DEPTH:
-                return None
-            plan = self._with_copies(plan, Knob("budget", asked))
-            if plan.bill.peak_memory <= asked:
-                return plan
-            budget -= plan.bill.peak_memory - asked
-        return None
-
-    def _with_copies(self, plan: Plan, knob: Knob) -> Plan:
-        """The same plan for a chain in which copies of buffers are counted all the time."""
-        copies = kept_by(nest_of(plan), self.row.kept)
-        steps = [self._chain[k] for k in range(len(self._chain))]
-        chain = Chain.of([replace(step, working=_more(step.working, copies)) for step in steps], self._chain.names)
-        return Plan.make(chain, knob, plan.schedule)
-
-    def _least_that_works(self) -> int:
-        """Exactly, unless layers change buffers or there are very many: then what plan there is matters."""
-        low = high = max(self.row.peak, least_budget(self._chain))
-        while self._within(high) is None:
-            low, high = high, high + 1 + high // 8
-        while any(self.row.kept) and high - low > high // 100:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._within(middle) else (middle, high)
-        return high
-
-
-def _more(working: Working, copies: int) -> Working:
-    return Working(working.advance + copies, working.tape + copies, working.backward + copies)
-
-
-_known: Known[_Costs] = Known(64)
+_known: Known[LayerPlans] = Known(64)
 
 
 def sequential(
@@ -283,13 +212,13 @@ def _plainly(row: list[Layer], x: Any) -> Any:
     return x
 
 
-def _costs(row: list[Layer], x: Any) -> _Costs | None:
+def _costs(row: list[Layer], x: Any) -> LayerPlans | None:
     """What the layers cost; None as long as one has parameters without a shape, which the plain run would make."""
 
-    def measured() -> _Costs:
+    def measured() -> LayerPlans:
         if any(is_lazy(p) for layer in row if isinstance(layer, nn.Module) for p in layer.parameters()):
             raise _Shapeless
-        return _Costs(measure_layers(row, x))
+        return LayerPlans(measure_layers(row, x))
 
     try:
         return _known.get(row, x, measured)

@@ -77,7 +77,8 @@ class Slots(Reach):
 
     def on_object(self, thing: Any, label: str) -> None:
         """See `Reach`."""
-        self._see_mapping(vars(thing), label, in_module=False)
+        if type(thing).__dictoffset__:
+            self._see_mapping(vars(thing), label, in_module=False)
 
     def on_variable(self, slot: Variable) -> None:
         """See `Reach`."""

@@ -45,6 +45,10 @@ class Log(Memory):
             return 0
         return self._known.get(key_of(tensor), (0, 0))[0]
 
+    def bytes(self, numbers: Iterable[int]) -> int:
+        """Bytes of the storages with these numbers; number 0 has none."""
+        return sum(self.sizes.get(number, 0) for number in numbers)
+
     def level(self, start: int, stop: int, without: Iterable[int] = ()) -> tuple[int, int]:
         """Bytes more at event `stop` than at event `start`, and the most in between."""
         left_out = set(without)

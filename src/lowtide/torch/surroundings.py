@@ -13,9 +13,8 @@ modules without state look like is remembered.
 from __future__ import annotations
 
 import threading
-import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -23,21 +22,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_modules
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.bits import same_bits
-from lowtide.torch.reach import ATOMS, MISSING, Entry, Reach, Slot, Variable
+from lowtide.torch.reach import ATOMS, MISSING, Entry, Member, Reach, Slot, Variable, has_method
 from lowtide.torch.slots import MODULE_INTERNALS
 
 # Tensors outside modules' buffers are copied only up to this size; a larger one may be a whole data set.
 _SMALL = 64 * 1024
 _ANY = float("inf")
+# Of longer containers only what is added at the end is seen.
 _MOST_ENTRIES = 1000
-_PLAIN = ATOMS | {tuple, types.FunctionType}
 # Dictionaries among a module's internals that decide what a call of it does.
-_INSIDE = ("_modules", "_forward_hooks", "_forward_pre_hooks")
+_INSIDE = (
+    *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_OBJECTS = (*_HOOKS, "_modules", "_backward_hooks", "_backward_pre_hooks")
 _NOTHING: set[int] = set()
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -52,31 +57,39 @@ class _Held:
 
 
 class _Known:
-    """What a module looked like at its last call, so that an equal note need not be made again."""
+    """What is remembered of a module between calls."""
 
-    __slots__ = ("attributes", "inside", "parameters", "steady", "training")
+    __slots__ = ("attributes", "module", "steady", "training")
 
-    def __init__(self) -> None:
+    def __init__(self, module: weakref.ref[nn.Module]) -> None:
+        self.module = module
         self.training: bool | None = None
-        self.attributes: _Mapping | None = None
-        self.inside: list[_Mapping] | None = None
-        self.parameters: _Mapping | None = None
+        self.attributes: dict[str, Any] = {}  # if they are plain values all: a copy that equal notes share
         self.steady: set[str] = set()  # buffers that a run in this mode was seen to leave alone
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+_known: dict[int, _Known] = {}
+
+
+def _known_of(module: nn.Module) -> _Known:
+    key = id(module)
+    known = _known.get(key)
+    if known is None or known.module() is not module:
+        known = _known[key] = _Known(weakref.ref(module, lambda _: _known.pop(key, None)))
+    return known
 
 
 class Surroundings(Reach):
     """Notes of one call. Make it, `find_call`, run between `begin_meeting` and `end_meeting`, `finish`."""
 
-    __slots__ = ("_notes", "_roots", "sources")
+    __slots__ = ("_notes", "_roots", "follow", "is_lazy")
 
-    def __init__(self) -> None:
+    def __init__(self, follow: Callable[[Any], None]) -> None:
         super().__init__()
+        self.follow = follow  # is handed every random generator
+        self.is_lazy = False  # whether a module in it has no parameters yet
         self._notes: list[_Note] = []
         self._roots: list[tuple[str, nn.Module | Slot]] = []  # by the names that messages give them
-        self.sources: list[Any] = []  # random generators
 
     # --- noting
 
@@ -86,7 +99,7 @@ class Surroundings(Reach):
             notes.find(function)
             for argument in arguments:
                 if type(argument) not in ATOMS:
-                    notes.find(argument, "an argument")
+                    notes.find(argument, "an argument", frozenset())
 
     def on_module(self, module: nn.Module, label: str, names: frozenset[str] | None) -> None:
         """See `Reach`. What is called takes part with all that is inside; of others, the parts that the code names."""
@@ -94,68 +107,66 @@ class Surroundings(Reach):
         pending = [module]
         while pending:
             module = pending.pop()
+            if isinstance(module, torch.jit.ScriptModule):  # has no dictionaries of Python's
+                self._notes.append(_Versions(list(module.parameters())))
+                for buffer in module.buffers():
+                    self._note_tensor(buffer, _ANY)
+                continue
             # A lazy one becomes another module in its first run, and that is what the rerun has to see.
-            if not isinstance(module, LazyModuleMixin) or not module.has_uninitialized_params():
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+                self.is_lazy = True
+            else:
                 self._note_module(module)
             for name, child in module._modules.items():
                 if child is None or id(child) in self._seen:
                     continue
-                if names is None or (name in names and not isinstance(child, _HOLDERS)):
-                    self._seen.add(id(child))
-                    pending.append(child)
+                # Of a list of modules, those that are called are met; those of which a method is called are not.
+                parts = child._modules.values() if names is not None and isinstance(child, _HOLDERS) else (child,)
+                for part in parts:
+                    if names is None or (name in names and (part is child or has_method(type(part), names))):
+                        self._seen.add(id(part))
+                        self._find_in_methods(type(part), names, "forward")
+                        pending.append(part)
 
     def _note_module(self, module: nn.Module) -> None:
-        known = _known.get(module)
-        if known is None:
-            known = _known[module] = _Known()
+        known, attributes = _known_of(module), module.__dict__
         if known.training is not module.training:
             known.training = module.training
             known.steady.clear()
-        attributes = module.__dict__
-        if known.attributes is None or not known.attributes.is_unchanged():
-            note = _Mapping(attributes)
-            odd = [(k, v) for k, v in attributes.items() if type(v) not in _PLAIN and k not in MODULE_INTERNALS]
-            known.attributes = None if odd else note
-            for key, value in odd:
+        if not _same_entries(attributes, known.attributes):
+            odd = [k for k, v in attributes.items() if k not in MODULE_INTERNALS and type(v) not in ATOMS]
+            # What holds objects is not remembered: they may hold the module, which would then never be freed.
+            known.attributes = {} if odd or any(attributes[name] for name in _OBJECTS) else dict(attributes)
+            for key in odd:
+                value = attributes[key]
                 if not isinstance(value, nn.Module):
                     self.find(value, f"{type(module).__name__}.{key}", frozenset())
-        else:
-            note = known.attributes
-        self._notes.append(note)
-        if known.inside is None or not all(inner.is_unchanged() for inner in known.inside):
-            known.inside = [_Mapping(module.__dict__[name]) for name in _INSIDE]
-        self._notes += known.inside
+        self._notes.append(_Module(attributes, known.attributes or dict(attributes)))
         if module._parameters:
-            self._note_parameters(module._parameters, known)
-        if module._buffers:
-            self._note_buffers(module._buffers, known)
-
-    def _note_parameters(self, parameters: dict[str, Any], known: _Known) -> None:
-        note = known.parameters
-        if note is None or not note.is_unchanged():
-            note = _Mapping(parameters)
-            # Tensors that were put in a parameter's place would be kept alive by what is remembered.
-            own = all(parameter is None or parameter.is_leaf for parameter in parameters.values())
-            known.parameters = note if own else None
-        self._notes.append(note)
-        self._notes.append(_Versions([p for p in parameters.values() if p is not None and not p.is_inference()]))
-
-    def _note_buffers(self, buffers: dict[str, Any], known: _Known) -> None:
-        self._notes.append(_Mapping(buffers))
-        for name, buffer in buffers.items():
+            owned = [p for p in module._parameters.values() if p is not None and not p.is_inference()]
+            self._notes.append(_Versions(owned))
+        for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in self._seen:
                 self._seen.add(id(buffer))
                 self._note_tensor(buffer, _SMALL if name in known.steady else _ANY, (known.steady, name))
+        for name in _HOOKS:
+            for hook in attributes[name].values():
+                self.find(hook)
 
     def _note_tensor(self, tensor: torch.Tensor, most: float, steady: tuple[set[str], str] | None = None) -> None:
         if may_be_copied(tensor, most):
             self._notes.append(_Contents(tensor, steady))
-        elif not tensor.is_inference():
+        elif not tensor.is_inference() and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             self._notes.append(_Versions([tensor]))
 
     def on_object(self, thing: Any, label: str) -> None:
         """See `Reach`."""
-        self._notes.append(_Mapping(vars(thing)))
+        if type(thing).__dictoffset__:
+            self._notes.append(_Mapping(vars(thing)))
+
+    def on_slot(self, slot: Member) -> None:
+        """See `Reach`."""
+        self._notes.append(_Place(slot))
 
     def on_variable(self, slot: Variable) -> None:
         """See `Reach`."""
@@ -168,7 +179,10 @@ class Surroundings(Reach):
 
     def on_container(self, container: Any, label: str) -> None:
         """See `Reach`."""
-        if len(container) <= _MOST_ENTRIES:
+        if len(container) > _MOST_ENTRIES:
+            if isinstance(container, list):
+                self._notes.append(_Tail(container))
+        else:
             self._notes.append(_Mapping(container) if isinstance(container, dict) else _Row(container))
 
     def on_tensor(self, tensor: torch.Tensor, label: str) -> None:
@@ -182,7 +196,7 @@ class Surroundings(Reach):
 
     def on_generator(self, generator: Any) -> None:
         """See `Reach`."""
-        self.sources.append(generator)
+        self.follow(generator)
 
     # --- after the first run
 
@@ -192,11 +206,10 @@ class Surroundings(Reach):
         Those are the ones that were taken out of their places: nobody else may hold them any more.
         """
         self._seen = _NOTHING
+        self.follow = _ignore
         held: list[torch.Tensor] = []
-        if not self._notes:
-            return None, held
-        self._notes = [note.settled(held) for note in self._notes]
-        return self, held
+        self._notes = [kept for note in self._notes if (kept := note.settled(held)) is not None]
+        return (self if self._notes else None), held
 
     # --- for a rerun
 
@@ -234,14 +247,20 @@ class Surroundings(Reach):
     @contextmanager
     def as_before(self, held: list[torch.Tensor]) -> Iterator[None]:
         """Inside, all is as it was before the first run; afterwards, as it is now."""
-        undo = [note.put_back(held) for note in self._notes]
+        undo: list[tuple[_Note, Any]] = []
         _hook(1)  # it is a part of how it was: compiled code depends on whether there are hooks
         try:
+            for note in tuple(self._notes):
+                undo.append((note, note.put_back(held)))
             yield
         finally:
             _hook(-1)
-            for note, now in zip(self._notes, undo, strict=True):
+            for note, now in reversed(undo):  # two of them may share their memory
                 note.undo(now)
+
+
+def _ignore(_: Any) -> None:
+    """A generator that is met when nobody follows any more."""
 
 
 class _Note:
@@ -249,7 +268,7 @@ class _Note:
 
     __slots__ = ()
 
-    def settled(self, held: list[torch.Tensor]) -> _Note:
+    def settled(self, held: list[torch.Tensor]) -> _Note | None:
         """After the first run: the note to keep. Tensors that were replaced move to `held`."""
         return self
 
@@ -261,7 +280,7 @@ class _Note:
 
 
 class _Mapping(_Note):
-    """A dictionary: attributes, buffers, parameters, or the user's own."""
+    """A dictionary: attributes of an object, or the user's own."""
 
     __slots__ = ("_before", "_owner")
 
@@ -269,34 +288,66 @@ class _Mapping(_Note):
         self._owner = owner
         self._before = dict(owner) if before is None else before
 
-    def is_unchanged(self) -> bool:
-        """Whether the entries are the very same objects, under the same names."""
-        now, then = self._owner, self._before
-        if not now and not then:
-            return True
-        return len(now) == len(then) and all(map(is_, now.values(), then.values())) and list(now) == list(then)
-
-    def settled(self, held: list[torch.Tensor]) -> _Note:
-        if self.is_unchanged():
-            return self
+    def settled(self, held: list[torch.Tensor]) -> _Note | None:
         now = self._owner
-        taken = {key: _hold(value, held) for key, value in self._before.items() if now.get(key, MISSING) is not value}
-        return _Mapping(now, self._before | taken)  # another one: this may be what is remembered of a module
+        if not _same_entries(now, self._before):
+            before = self._before.items()
+            taken = {key: _hold(value, held) for key, value in before if now.get(key, MISSING) is not value}
+            self._before = self._before | taken  # another one: this may be shared
+        return self
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        if self.is_unchanged():
+        if _same_entries(self._owner, self._before):
             return self._before
         now = dict(self._owner)
-        self._fill({key: _resolved(value, held) for key, value in self._before.items()})
+        _fill(self._owner, {key: _resolved(value, held) for key, value in self._before.items()})
         return now
 
     def undo(self, now: Any) -> None:
-        if now is not self._before or not self.is_unchanged():
-            self._fill(now)
+        if not _same_entries(self._owner, now):
+            _fill(self._owner, now)
 
-    def _fill(self, entries: dict[Any, Any]) -> None:
+
+class _Module(_Mapping):
+    """A module's attributes, and the dictionaries among them."""
+
+    __slots__ = ("_inside",)
+
+    def __init__(self, owner: dict[str, Any], before: dict[str, Any]) -> None:
+        super().__init__(owner, before)
+        self._inside = [_Mapping(owner[name]) if owner[name] else _Empty(owner[name]) for name in _INSIDE]
+
+    def settled(self, held: list[torch.Tensor]) -> _Note | None:
+        for note in self._inside:
+            note.settled(held)
+        return super().settled(held)
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        inside = [note.put_back(held) for note in self._inside]
+        return super().put_back(held), inside
+
+    def undo(self, now: Any) -> None:
+        super().undo(now[0])
+        for note, inside in zip(self._inside, now[1], strict=True):
+            note.undo(inside)
+
+
+class _Empty(_Note):
+    """A dictionary that was empty."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: dict[Any, Any]) -> None:
+        self._owner = owner
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        now = dict(self._owner) if self._owner else None
         self._owner.clear()
-        self._owner.update(entries)
+        return now
+
+    def undo(self, now: Any) -> None:
+        if now or self._owner:
+            _fill(self._owner, now or {})
 
 
 class _Row(_Note):
@@ -308,35 +359,43 @@ class _Row(_Note):
         self._owner = owner
         self._before = list(owner)
 
-    def settled(self, held: list[torch.Tensor]) -> _Note:
-        if not self._is_unchanged():
+    def settled(self, held: list[torch.Tensor]) -> _Note | None:
+        if not _same_row(self._owner, self._before):
             self._before = [_hold(value, held) for value in self._before]
         return self
 
-    def _is_unchanged(self) -> bool:
-        return len(self._owner) == len(self._before) and all(map(is_, self._owner, self._before))
-
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        if self._is_unchanged():
+        if _same_row(self._owner, self._before):
             return self._before
         now = list(self._owner)
-        self._fill([_resolved(value, held) for value in self._before])
+        _fill(self._owner, [_resolved(value, held) for value in self._before])
         return now
 
     def undo(self, now: Any) -> None:
-        if now is not self._before or not self._is_unchanged():
-            self._fill(now)
+        if not _same_row(self._owner, now):
+            _fill(self._owner, now)
 
-    def _fill(self, entries: list[Any]) -> None:
-        self._owner.clear()
-        if isinstance(self._owner, set):
-            self._owner.update(entries)
-        else:
-            self._owner.extend(entries)
+
+class _Tail(_Note):
+    """A long list, of which only what is added at its end is seen."""
+
+    __slots__ = ("_length", "_owner")
+
+    def __init__(self, owner: list[Any]) -> None:
+        self._owner = owner
+        self._length = len(owner)
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        tail = self._owner[self._length :]
+        del self._owner[self._length :]
+        return tail
+
+    def undo(self, now: Any) -> None:
+        self._owner[self._length :] = now
 
 
 class _Place(_Note):
-    """A variable."""
+    """A variable, or an attribute with a slot."""
 
     __slots__ = ("_before", "_slot")
 
@@ -344,28 +403,31 @@ class _Place(_Note):
         self._slot = slot
         self._before = slot.get()
 
-    def settled(self, held: list[torch.Tensor]) -> _Note:
+    def settled(self, held: list[torch.Tensor]) -> _Note | None:
         if self._slot.get() is not self._before:
             self._before = _hold(self._before, held)
         return self
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
         now = self._slot.get()
-        self._slot.set(_resolved(self._before, held))
+        if now is not self._before:
+            self._slot.set(_resolved(self._before, held))
         return now
 
     def undo(self, now: Any) -> None:
-        self._slot.set(now)
+        if self._slot.get() is not now:
+            self._slot.set(now)
 
 
 class _Versions(_Note):
-    """Tensors whose values have to stay what they are."""
+    """Tensors whose values have to stay what they are; whether they need a gradient is put back."""
 
-    __slots__ = ("_tensors", "_versions")
+    __slots__ = ("_flags", "_tensors", "_versions")
 
     def __init__(self, tensors: list[torch.Tensor], versions: list[int] | None = None) -> None:
         self._tensors = tensors
         self._versions = [tensor._version for tensor in tensors] if versions is None else versions
+        self._flags = [tensor.requires_grad for tensor in tensors]
 
     def changed(self) -> tuple[torch.Tensor, int] | None:
         """A tensor that did not stay, and the version that it had."""
@@ -373,6 +435,35 @@ class _Versions(_Note):
             if tensor._version != version:
                 return tensor, version
         return None
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        now = [tensor.requires_grad for tensor in self._tensors]
+        self._set(now, self._flags)
+        return now
+
+    def undo(self, now: Any) -> None:
+        self._set(self._flags, now)
+
+    def _set(self, old: list[bool], new: list[bool]) -> None:
+        if old != new:
+            for tensor, before, flag in zip(self._tensors, old, new, strict=True):
+                if before != flag and tensor.is_leaf:
+                    tensor.requires_grad_(flag)
+
+
+# Copies of tensors, so that calls that find the same values share one.
+_copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    key = id(tensor)
+    if tensor.nbytes > _SMALL:
+        return tensor.detach().clone()
+    known = _copies.get(key)
+    if known is None or known[0]() is not tensor or not same_bits(known[1], tensor):
+        copy = tensor.detach().clone()
+        known = _copies[key] = (weakref.ref(tensor, lambda _: _copies.pop(key, None)), copy)
+    return known[1]
 
 
 class _Contents(_Note):
@@ -384,32 +475,46 @@ class _Contents(_Note):
         self._tensor = tensor
         self._version = tensor._version
         self._steady = steady
-        self._copy = tensor.detach().clone()
+        self._copy = _copy_of(tensor)
 
-    def settled(self, held: list[torch.Tensor]) -> _Note:
-        if is_changed(self._tensor, self._version, self._copy):
+    def settled(self, held: list[torch.Tensor]) -> _Note | None:
+        if self._tensor.requires_grad:  # it has become a part of the graph
+            return _Versions([self._tensor], [self._version])
+        if self._copy.nbytes <= _SMALL or is_changed(self._tensor, self._version, self._copy):
             return self
         if self._steady is not None:
             self._steady[0].add(self._steady[1])
         return _Versions([self._tensor], [self._version])
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
+        if same_bits(self._tensor, self._copy):
+            return None
+        if self._tensor.shape != self._copy.shape:
+            raise CheckpointError(
+                f"a tensor of shape {tuple(self._copy.shape)} that the function uses was given the shape "
+                f"{tuple(self._tensor.shape)}, so the rerun would not repeat it; make a new tensor instead"
+            )
         now = self._tensor.detach().clone()
-        self.undo(self._copy)
+        self._tensor.data.copy_(self._copy)  # through `data` its version stays: for autograd nothing has happened
         return now
 
     def undo(self, now: Any) -> None:
-        self._tensor.data.copy_(now)  # through `data` its version stays: for autograd nothing has happened
+        values = self._copy if now is None else now
+        if not same_bits(self._tensor, values):
+            self._tensor.data.copy_(values)
 
 
 def may_be_copied(tensor: torch.Tensor, most: float = _SMALL) -> bool:
     """Whether the tensor is one that a function may change in place, and small enough to keep a copy of it."""
     return (
-        not tensor.requires_grad
+        type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+        and not tensor.requires_grad
         and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_nested
         and tensor.nbytes <= most
         and not tensor.is_inference()
-        and type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+        and 0 not in tensor.stride()
     )
 
 
@@ -427,6 +532,9 @@ class _Array(_Note):
         self._array = array
         self._before = array.copy()
 
+    def settled(self, held: list[torch.Tensor]) -> _Note | None:
+        return None if self._array.tobytes() == self._before.tobytes() else self
+
     def put_back(self, held: list[torch.Tensor]) -> Any:
         now = self._array.copy()
         self._array[...] = self._before
@@ -434,6 +542,23 @@ class _Array(_Note):
 
     def undo(self, now: Any) -> None:
         self._array[...] = now
+
+
+def _same_entries(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
+    """Whether the entries are the very same objects, under the same names."""
+    return len(now) == len(then) and all(map(is_, now.values(), then.values())) and all(map(is_, now, then))
+
+
+def _same_row(now: Any, then: list[Any]) -> bool:
+    return len(now) == len(then) and all(map(is_, now, then))
+
+
+def _fill(owner: Any, entries: Any) -> None:
+    owner.clear()
+    if isinstance(owner, dict | set):
+        owner.update(entries)
+    else:
+        owner.extend(entries)
 
 
 def _hold(value: Any, held: list[torch.Tensor]) -> Any:
@@ -462,9 +587,7 @@ def _meet(module: nn.Module, _: Any) -> None:
     if torch.compiler.is_compiling():
         return  # what is inside a compiled module was noted with it
     for notes in _meeting.notes:
-        if id(module) not in notes._seen:
-            notes._seen.add(id(module))
-            notes.on_module(module, type(module).__name__, None)
+        notes.find(module)
 
 
 def _hook(change: int) -> None:
