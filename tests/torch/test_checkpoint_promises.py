@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -500,6 +501,21 @@ def test_6_the_rerun_ends_with_the_last_tensor_that_is_needed(early_stop: bool) 
     assert operations.names.count("sin") == operations.names.count("exp") == 1
     assert operations.names.count("add") == (0 if early_stop else 1)
     assert reached.items() == ["end"] * (1 if early_stop else 2)
+
+
+def test_6_a_profile_function_is_left_as_it_was() -> None:
+    x = _leaf(3)
+    lt.checkpoint(torch.sin, x).sum().backward()
+    assert sys.getprofile() is None
+    seen: list[str] = []
+    sys.setprofile(lambda frame, event, argument: seen.append(event))
+    try:
+        lt.checkpoint(lambda x: x.sin().exp(), x).sum().backward()
+        own = sys.getprofile()
+    finally:
+        sys.setprofile(None)
+    assert own is not None
+    assert seen
 
 
 def test_6_a_finalizer_after_the_last_tensor_runs_undisturbed() -> None:

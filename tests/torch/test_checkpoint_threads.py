@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import sys
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import CheckpointError
+from lowtide.torch import draws
 from lowtide.torch.bits import same_bits
 
 THREADS = 8
@@ -269,3 +271,44 @@ def test_two_threads_take_one_graph_back_at_once() -> None:
         assert found.keys() == expected.keys()
         for name, value in found.items():
             assert isinstance(value, CheckpointError) or same_bits(value, expected[name])
+
+
+def _in_a_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_a_rerun_that_draws_another_number_of_times_is_refused() -> None:
+    amounts = itertools.count(1)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        torch.rand(next(amounts))
+        return x.sin()
+
+    y = lt.checkpoint(function, torch.ones(3, requires_grad=True))
+    with pytest.raises(CheckpointError, match="torch's generator on the CPU: draw the same numbers each time"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("draws_itself", [False, True])
+def test_among_others_a_function_is_refused_only_if_it_draws(
+    draws_itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generator is moved by another amount in every run; only where the function draws does it matter."""
+    amounts = itertools.count(1)
+    monkeypatch.setattr(draws._traffic, "leave", lambda ticket, has_turn: True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        _in_a_thread(lambda: torch.rand(next(amounts)))
+        return nn.functional.dropout(x.sin()) if draws_itself else x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    y = lt.checkpoint(function, x)
+    if draws_itself:
+        with pytest.raises(CheckpointError, match="another thread drew from it meanwhile"):
+            y.sum().backward()
+    else:
+        y.sum().backward()
+        assert x.grad is not None
+        assert same_bits(x.grad, x.detach().cos())

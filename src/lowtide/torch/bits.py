@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 
@@ -62,5 +63,5 @@ def fingerprint(tensor: torch.Tensor) -> int:
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
-    array = memoryview(words(plain.cpu()).contiguous().numpy())
+    array: Any = words(plain.cpu()).contiguous().numpy()
     return zlib.crc32(array) << 32 | zlib.adler32(array)

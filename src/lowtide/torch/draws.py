@@ -96,7 +96,7 @@ def _python_layout_is_known() -> bool:
     generator = random.Random(7)
     generator.random()
     size = type(generator).__base__.__basicsize__ - object.__basicsize__  # type: ignore[union-attr]
-    if sys.implementation.name != "cpython" or size < 4 * _Python._WORDS:
+    if sys.implementation.name != "cpython" or size < 4 * _Python._WORDS:  # pragma: no cover
         return False
     position, *words = struct.unpack(
         f"={_Python._WORDS}I", ctypes.string_at(id(generator) + object.__basicsize__, 4 * _Python._WORDS)
@@ -169,7 +169,7 @@ def _gauss_offset() -> int | None:
     pending: Any = generator.get_state(legacy=False)
     size = type(generator).__basicsize__
     offset = ctypes.string_at(id(generator), size).find(struct.pack("=ixxxxd", 1, pending["gauss"]))
-    if offset < 0:
+    if offset < 0:  # pragma: no cover  (another numpy)
         return None
     generator.standard_normal()
     used: int = struct.unpack("=i", ctypes.string_at(id(generator) + offset, 4))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from time import perf_counter
@@ -35,6 +36,10 @@ def timed(layers: list[Layer], state: Any, cost: StepCost) -> StepCost:
     return replace(cost, forward=min(cost.forward, forward), backward=min(cost.backward, backward))
 
 
+# How many of those that are alike are timed.
+_OFTEN = 3
+
+
 class Likeness:
     """What steps have in common that take the same time: their layers in words, and the forms of all they work on."""
 
@@ -58,13 +63,15 @@ class Seconds:
     def __init__(self) -> None:
         self._rows: list[tuple[Likeness, StepCost]] = []
         self._least: dict[Hashable, float] = {}
+        self._times: Counter[Hashable] = Counter()
 
     def knows(self, likeness: Likeness) -> bool:
-        """Whether a step like it has been added."""
-        return likeness.forward in self._least and likeness.backward in self._least
+        """Whether enough steps like it have been added."""
+        return self._times[likeness.backward] >= _OFTEN
 
     def add(self, likeness: Likeness, cost: StepCost) -> None:
         """Add the next step."""
+        self._times[likeness.backward] += 1
         for key, seconds in ((likeness.forward, cost.forward), (likeness.backward, cost.backward)):
             self._least[key] = min(seconds, self._least.get(key, seconds))
         self._rows.append((likeness, cost))

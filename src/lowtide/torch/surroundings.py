@@ -143,7 +143,9 @@ class Surroundings(Reach):
                     self.find(value, f"{type(module).__name__}.{key}", frozenset())
         self._notes.append(_Module(attributes, known.attributes or dict(attributes)))
         if module._parameters:
-            owned = [p for p in module._parameters.values() if p is not None and not p.is_inference()]
+            owned: list[torch.Tensor] = [
+                p for p in module._parameters.values() if p is not None and not p.is_inference()
+            ]
             self._notes.append(_Versions(owned))
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in self._seen:
@@ -584,7 +586,7 @@ _KEY = -1  # torch numbers its own hooks from 0
 
 
 def _meet(module: nn.Module, _: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # pragma: no cover  (it is traced, not run)
         return  # what is inside a compiled module was noted with it
     for notes in _meeting.notes:
         notes.find(module)
