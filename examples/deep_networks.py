@@ -168,7 +168,9 @@ def table_of(measured: Measured) -> Table:
     """The frontier of torch's function, and all of Lowtide's budgets."""
     plain = measured.plain
     table = Table(title=measured.title, title_justify="left", caption_justify="left")
-    table.caption = "Of torch's segment counts, those that no other beats in memory and time."
+    table.caption = (
+        "Peaks count results and gradients of parameters too, which a budget does not. Of torch's segments, the best."
+    )
     table.add_column("way", no_wrap=True)
     for heading in ("peak", "of plain", "extra time", "gradients"):
         table.add_column(heading, justify="right")

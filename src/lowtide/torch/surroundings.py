@@ -311,45 +311,32 @@ class _Mapping(_Note):
 
 
 class _Module(_Mapping):
-    """A module's attributes, and the dictionaries among them."""
+    """A module's attributes, and the dictionaries among them, most of which are empty and stay so."""
 
     __slots__ = ("_inside",)
 
     def __init__(self, owner: dict[str, Any], before: dict[str, Any]) -> None:
         super().__init__(owner, before)
-        self._inside = [_Mapping(owner[name]) if owner[name] else _Empty(owner[name]) for name in _INSIDE]
+        self._inside = {name: _Mapping(owner[name]) for name in _INSIDE if owner[name]}
 
     def settled(self, held: list[torch.Tensor]) -> _Note | None:
-        for note in self._inside:
+        for note in self._inside.values():
             note.settled(held)
         return super().settled(held)
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        inside = [note.put_back(held) for note in self._inside]
+        inside = [(note, note.put_back(held)) for note in self._inside.values()]
+        for name in _INSIDE:
+            filled = self._before[name]
+            if filled and name not in self._inside:
+                note = _Mapping(filled, {})
+                inside.append((note, note.put_back(held)))
         return super().put_back(held), inside
 
     def undo(self, now: Any) -> None:
         super().undo(now[0])
-        for note, inside in zip(self._inside, now[1], strict=True):
+        for note, inside in now[1]:
             note.undo(inside)
-
-
-class _Empty(_Note):
-    """A dictionary that was empty."""
-
-    __slots__ = ("_owner",)
-
-    def __init__(self, owner: dict[Any, Any]) -> None:
-        self._owner = owner
-
-    def put_back(self, held: list[torch.Tensor]) -> Any:
-        now = dict(self._owner) if self._owner else None
-        self._owner.clear()
-        return now
-
-    def undo(self, now: Any) -> None:
-        if now or self._owner:
-            _fill(self._owner, now or {})
 
 
 class _Row(_Note):
