@@ -57,14 +57,14 @@ def test_the_envelope_keeps_the_most_of_each_span() -> None:
 
 
 def test_two_segments(tmp_path: Path, console: Console) -> None:
-    rows = two_segments.run(tmp_path, 128, (64, *[32] * 6, *[16] * 6, 10), 1, console)
+    rows = two_segments.run(tmp_path, 512, (64, *[32] * 6, *[16] * 6, 10), 1, console)
     plain, torchs, ours, budgeted = rows.values()
     assert plain.peak > torchs.peak > ours.peak > budgeted.peak
-    assert plain.batch == 128
+    assert plain.batch == 512
     assert torchs.batch <= ours.batch <= budgeted.batch
-    assert budgeted.batch > 128
+    assert budgeted.batch > 512
     assert _is_figure(tmp_path / "two-segments.png")
-    assert "One training step, batch 128" in _printed(console)
+    assert "One training step, batch 512" in _printed(console)
 
 
 def test_the_largest_batch_stays_within_the_memory() -> None:
