@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.quick:
-        run(given.output, 64, (32, *[24] * 6, *[12] * 6, 10), 1, Console())
+        run(given.output, 1024, (32, *[24] * 6, *[12] * 6, 10), 1, Console())
     else:
         run(given.output, given.batch, WIDTHS, 5, Console())
 
