@@ -118,6 +118,9 @@ class Reach:
     def on_module(self, module: nn.Module, label: str, names: frozenset[str] | None) -> None:
         """A module. `names` are those in the code that reaches it, None where it is itself what is called."""
 
+    def on_function(self) -> None:
+        """A function of the user's own; what it uses is walked next."""
+
     def on_object(self, thing: Any, label: str) -> None:
         """An object of a class of the user's own; its attributes are walked next."""
 
@@ -179,6 +182,7 @@ class Reach:
             self.find(thing.__self__, label, names)  # `history.append`; a module's functions have the module here
         elif kind is types.FunctionType:
             if not is_foreign(thing.__module__):
+                self.on_function()
                 self._find_in_function(thing)
         elif _is_users_object(kind):
             path = label or kind.__name__

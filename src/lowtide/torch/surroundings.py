@@ -82,12 +82,15 @@ def _known_of(module: nn.Module) -> _Known:
 class Surroundings(Reach):
     """Notes of one call. Make it, `find_call`, run between `begin_meeting` and `end_meeting`, `finish`."""
 
-    __slots__ = ("_notes", "_roots", "follow", "is_lazy")
+    __slots__ = ("_hooked", "_notes", "_roots", "follow", "is_lazy", "meets")
 
     def __init__(self, follow: Callable[[Any], None]) -> None:
         super().__init__()
         self.follow = follow  # is handed every random generator
         self.is_lazy = False  # whether a module in it has no parameters yet
+        # Whether modules have to be met when they are called. All that is inside one that is itself called is known.
+        self.meets = False
+        self._hooked = False
         self._notes: list[_Note] = []
         self._roots: list[tuple[str, nn.Module | Slot]] = []  # by the names that messages give them
 
@@ -103,6 +106,7 @@ class Surroundings(Reach):
 
     def on_module(self, module: nn.Module, label: str, names: frozenset[str] | None) -> None:
         """See `Reach`. What is called takes part with all that is inside; of others, the parts that the code names."""
+        self.meets |= names is not None
         self._roots.append((label, module))
         pending = [module]
         while pending:
@@ -161,8 +165,13 @@ class Surroundings(Reach):
         elif not tensor.is_inference() and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             self._notes.append(_Versions([tensor]))
 
+    def on_function(self) -> None:
+        """See `Reach`."""
+        self.meets = True
+
     def on_object(self, thing: Any, label: str) -> None:
         """See `Reach`."""
+        self.meets = True
         if type(thing).__dictoffset__:
             self._notes.append(_Mapping(vars(thing)))
 
@@ -250,13 +259,13 @@ class Surroundings(Reach):
     def as_before(self, held: list[torch.Tensor]) -> Iterator[None]:
         """Inside, all is as it was before the first run; afterwards, as it is now."""
         undo: list[tuple[_Note, Any]] = []
-        _hook(1)  # it is a part of how it was: compiled code depends on whether there are hooks
+        _hook(self._hooked)  # it is a part of how it was: compiled code depends on whether there are hooks
         try:
             for note in tuple(self._notes):
                 undo.append((note, note.put_back(held)))
             yield
         finally:
-            _hook(-1)
+            _hook(-self._hooked)
             for note, now in reversed(undo):  # two of them may share their memory
                 note.undo(now)
 
@@ -581,6 +590,8 @@ def _meet(module: nn.Module, _: Any) -> None:
 
 def _hook(change: int) -> None:
     global _users
+    if not change:
+        return
     with _lock:
         _users += change
         if _users:
@@ -591,11 +602,11 @@ def _hook(change: int) -> None:
 
 def begin_meeting(notes: Surroundings) -> None:
     """From now on, modules that this thread calls are noted before they run, until `end_meeting`."""
-    _hook(1)
+    notes._hooked = notes.meets
+    _hook(notes._hooked)
     _meeting.notes.append(notes)
 
 
 def end_meeting() -> None:
     """See `begin_meeting`."""
-    _meeting.notes.pop()
-    _hook(-1)
+    _hook(-_meeting.notes.pop()._hooked)
