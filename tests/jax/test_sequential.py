@@ -535,7 +535,6 @@ ROWS = [jnp.sin, jnp.cos, jnp.tanh]
         (ROWS, 1.0, {"budget": True}, "budget=True is a boolean"),
         (ROWS, 1.0, {"plan": 3}, "plan=3 is a int; give what plan_sequential returned"),
     ],
-    ids=str,
 )
 def test_refusals(layers: Any, x: Any, options: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
