@@ -33,9 +33,10 @@ from lowtide.torch import recording
 from lowtide.torch.ambient import Ambient
 from lowtide.torch.bits import fingerprint
 from lowtide.torch.draws import Draws, OtherDrawsError
+from lowtide.torch.kept import KeptTensors
 from lowtide.torch.mismatch import Differs, Likeness, Naming, Place, in_words, value_in_words
 from lowtide.torch.reach import ATOMS
-from lowtide.torch.surroundings import Surroundings, begin_meeting, end_meeting, is_changed, may_be_copied
+from lowtide.torch.surroundings import Surroundings, begin_meeting, end_meeting
 from lowtide.torch.trees import Form, form_of
 
 Result = TypeVar("Result")
@@ -146,16 +147,6 @@ class _Stop(BaseException):
     """Ends a rerun that has all it needs. Not an Exception, so that nobody takes it for one of their own."""
 
 
-class _Kept(torch.autograd.Function):
-    """A node that saves tensors the way autograd does, through the hooks of the calls around."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.detach()
-
-
-_anchor = torch.empty(0, requires_grad=True)
 # Likenesses that are equal are one object, and so are rows of them: most calls are like the one before.
 _likenesses: dict[Likeness, Likeness] = {}
 _rows: dict[int, tuple[Likeness, ...]] = {}
@@ -214,7 +205,7 @@ class _Call:
         self._likes: Any = None
         self._values: list[tuple[int, str]] | None = None
         self._wheres: list[Place] | None = None
-        self._hidden: _Tensors | None = None
+        self._hidden: KeptTensors | None = None
         self._surroundings: Surroundings | None = None
         self._draws: Draws | None = None
         self._take(args, kwargs)
@@ -243,10 +234,10 @@ class _Call:
         around = getattr(top[1], "__self__", None) if top is not None else None
         if isinstance(around, _Call):
             before = around.saved_so_far()
-            self._held = _Tensors(tensors, through_hooks=True)
+            self._held = KeptTensors(tensors, through_hooks=True)
             self.outer = (around, before, around.saved_so_far())
         else:
-            self._held = _Tensors(tensors, through_hooks=top is not None)
+            self._held = KeptTensors(tensors, through_hooks=top is not None)
 
     def begin(
         self, stack: list[tuple[_Call, bool]], uncompared: bool, values: bool, debug: bool, preserve_rng_state: bool
@@ -310,7 +301,7 @@ class _Call:
         self._held.settle()
         self._surroundings, hidden = self._surroundings.finish()
         if hidden:
-            self._hidden = _Tensors(hidden, through_hooks=_top_hooks(False) is not None)
+            self._hidden = KeptTensors(hidden, through_hooks=_top_hooks(False) is not None)
         if self._likes is not None:
             row = tuple(self._likes)
             self._likes.clear()  # the graph holds on to the list
@@ -527,50 +518,6 @@ class _SeeingDraws(TorchDispatchMode):
     ) -> Any:
         self.seen |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
-
-
-class _Tensors:
-    """Tensors kept for reruns: by themselves, or, inside other hooks, the way autograd saves them."""
-
-    __slots__ = ("_changed", "_flags", "_node", "_tensors", "_versions")
-
-    def __init__(self, tensors: list[torch.Tensor], through_hooks: bool) -> None:
-        self._flags = [tensor.requires_grad for tensor in tensors]
-        # Copies of those that the function changes in place; until it has run, of those that it may change.
-        self._changed = {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
-        self._node: Any = None
-        self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        if through_hooks and tensors and not any(tensor.is_inference() for tensor in tensors):
-            self._node = _Kept.apply(_anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]  # torch's own
-        else:
-            # Of a computed tensor only its values: the tensor itself may become a part of the graph that keeps it.
-            self._tensors = [t if t.requires_grad and t.is_leaf else t.detach() for t in tensors]
-            self._versions = [-1 if t.is_inference() else t._version for t in tensors]
-
-    def settle(self) -> None:
-        """The function has run."""
-        if self._changed:
-            self._changed = {k: note for k, note in self._changed.items() if is_changed(*note)}
-
-    def again(self) -> list[torch.Tensor]:
-        """Twins of the tensors that belong to no graph, or an error if one was changed."""
-        tensors = self._tensors if self._node is None else self._node.saved_tensors
-        for number, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True)):
-            if version >= 0 and tensor._version != version and number not in self._changed:
-                raise CheckpointError(
-                    f"argument tensor {number} of shape {tuple(tensor.shape)} was changed in place by the function or "
-                    f"since it ran (version {version} then, {tensor._version} now), so the rerun would not repeat it; "
-                    "change it after the backward, or make a new tensor"
-                )
-        twins = [
-            t if t.requires_grad and t.is_leaf else t.detach().requires_grad_(flag)
-            for t, flag in zip(tensors, self._flags, strict=True)
-        ]
-        one_for_each: dict[int, torch.Tensor] = {}  # one that was given twice is one
-        for number, (tensor, _, values) in self._changed.items():
-            twins[number] = one_for_each.setdefault(id(tensor), values.clone())
-        return twins
 
 
 def _frames_above(frame: FrameType) -> set[int]:

@@ -22,10 +22,10 @@ from lowtide.torch.capture import now
 from lowtide.torch.checkpoint import checkpoint
 from lowtide.torch.layer_groups import Groups
 from lowtide.torch.measure import watching
+from lowtide.torch.notes import may_be_copied
 from lowtide.torch.step_pull import pulled, seed_of
 from lowtide.torch.step_seconds import Likeness, Seconds, through, timed
 from lowtide.torch.storages import Log, Places, copied, detached, key_of, tensors_of
-from lowtide.torch.surroundings import may_be_copied
 from lowtide.torch.traceless import Layer, aside, left_as_it_was
 
 # A step that takes less is timed once more without being watched, which slows small operations down.

@@ -1,0 +1,66 @@
+"""Tensors that a call keeps for its reruns: its arguments, and what it took out of their places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.errors import CheckpointError
+from lowtide.torch.notes import is_changed, may_be_copied
+
+
+class _Kept(torch.autograd.Function):
+    """A node that saves tensors the way autograd does, through the hooks of the calls around."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.detach()
+
+
+_anchor = torch.empty(0, requires_grad=True)
+
+
+class KeptTensors:
+    """Tensors kept for reruns: by themselves, or, inside other hooks, the way autograd saves them."""
+
+    __slots__ = ("_changed", "_flags", "_node", "_tensors", "_versions")
+
+    def __init__(self, tensors: list[torch.Tensor], through_hooks: bool) -> None:
+        self._flags = [tensor.requires_grad for tensor in tensors]
+        # Copies of those that the function changes in place; until it has run, of those that it may change.
+        self._changed = {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
+        self._node: Any = None
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        if through_hooks and tensors and not any(tensor.is_inference() for tensor in tensors):
+            self._node = _Kept.apply(_anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]  # torch's own
+        else:
+            # Of a computed tensor only its values: the tensor itself may become a part of the graph that keeps it.
+            self._tensors = [t if t.requires_grad and t.is_leaf else t.detach() for t in tensors]
+            self._versions = [-1 if t.is_inference() else t._version for t in tensors]
+
+    def settle(self) -> None:
+        """The function has run."""
+        if self._changed:
+            self._changed = {k: note for k, note in self._changed.items() if is_changed(*note)}
+
+    def again(self) -> list[torch.Tensor]:
+        """Twins of the tensors that belong to no graph, or an error if one was changed."""
+        tensors = self._tensors if self._node is None else self._node.saved_tensors
+        for number, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True)):
+            if version >= 0 and tensor._version != version and number not in self._changed:
+                raise CheckpointError(
+                    f"argument tensor {number} of shape {tuple(tensor.shape)} was changed in place by the function or "
+                    f"since it ran (version {version} then, {tensor._version} now), so the rerun would not repeat it; "
+                    "change it after the backward, or make a new tensor"
+                )
+        twins = [
+            t if t.requires_grad and t.is_leaf else t.detach().requires_grad_(flag)
+            for t, flag in zip(tensors, self._flags, strict=True)
+        ]
+        one_for_each: dict[int, torch.Tensor] = {}  # one that was given twice is one
+        for number, (tensor, _, values) in self._changed.items():
+            twins[number] = one_for_each.setdefault(id(tensor), values.clone())
+        return twins
