@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -310,3 +311,25 @@ def test_variables_of_a_closure_and_attributes_of_plain_objects() -> None:
 
     with pytest.raises(CheckpointError, match="changes seen in place"):
         lt.checkpointed_for_loop(changes, xs, base=3)
+
+
+def test_a_module_that_is_out_of_sight_is_met_when_it_is_called() -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v = torch.zeros(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.v = torch.tanh(self.v * 0.9 + x)
+            return self.v
+
+    out_of_sight: ContextVar[Cell] = ContextVar("out_of_sight")
+    found = []
+    for loop in (lt.for_loop, lt.checkpointed_for_loop):
+        out_of_sight.set(Cell())
+        xs = torch.linspace(-1, 1, 60).view(20, 3).requires_grad_()
+        ys = loop(lambda x: out_of_sight.get()(x), xs)
+        ys.square().sum().backward()
+        assert xs.grad is not None
+        found.append((ys.detach(), xs.grad, out_of_sight.get().v.detach()))
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
