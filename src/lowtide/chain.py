@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from lowtide.checks import MOST_STEPS, keep_seconds, keep_whole
+from lowtide.checks import MOST_STEPS, MOST_TOTAL, keep_seconds, keep_whole
 from lowtide.errors import InputError
 from lowtide.sizes import format_size
 
@@ -104,11 +104,21 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A row of steps. Make one with `Chain.equal(step, length)` or `Chain.of(steps)`; names are for reports."""
+    """A row of steps. Make one with `Chain.equal(step, length)` or `Chain.of(steps)`.
+
+    Attributes:
+        steps: what each costs, or one cost for all of them.
+        length: how many steps there are.
+        names: one for each step, or none; for reports.
+        parameters, gradients: bytes that are held with a plan or without, and that no budget counts; for reports, 0 where
+            they are not known.
+    """
 
     steps: tuple[StepCost, ...]
     length: int
     names: tuple[str, ...] = ()
+    parameters: int = 0
+    gradients: int = 0
     # Prefix sums of forward seconds, so that a run over [start, stop) costs one subtraction.
     _forward: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
@@ -121,6 +131,8 @@ class Chain:
             )
         if len(self.names) not in (0, self.length) or not all(isinstance(name, str) for name in self.names):
             raise InputError(f"a chain of {self.length:,} steps needs as many names, each a str, or none")
+        keep_whole(self, "parameters", least=0, most=MOST_TOTAL)
+        keep_whole(self, "gradients", least=0, most=MOST_TOTAL)
         object.__setattr__(self, "_forward", tuple(accumulate((s.forward for s in self.steps), initial=0.0)))
 
     @classmethod
@@ -136,6 +148,10 @@ class Chain:
             raise InputError("a chain needs at least one step; got an empty list")
         same = all(step == steps[0] for step in steps)
         return cls(steps[:1] if same else steps, len(steps), tuple(names))
+
+    def with_steps(self, steps: Iterable[StepCost]) -> Chain:
+        """The same chain with other costs."""
+        return replace(Chain.of(steps, self.names), parameters=self.parameters, gradients=self.gradients)
 
     def name(self, k: int) -> str:
         """The name of step k on one line, or its number."""

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 from lowtide.actions import Action, Advance, Save, Tape
 from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
-from lowtide.checks import MOST_TOTAL, keep_seconds, keep_whole
+from lowtide.checks import MOST_TOTAL, keep_seconds, keep_whole, whole_number
 from lowtide.errors import InputError
 from lowtide.sizes import format_size
 
@@ -58,7 +58,19 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a run did cost; `probe_runs` are step runs that measured something and were not part of the plan."""
+    """What a run did cost.
+
+    Attributes:
+        plain_runs: step runs that kept nothing.
+        taping_runs: step runs that kept their tape.
+        backward_runs: steps pulled back.
+        probe_runs: step runs that measured something and were not part of the plan.
+        peak_memory: most bytes of tensors made inside and alive at once; 0 if it was not measured.
+        peak_disk: most bytes of snapshots on disk at once.
+        seconds: wall-clock time.
+        held: bytes still alive at the end: results and gradients, which the plain run holds too and no budget counts.
+        curve: most bytes alive in each of so many equal shares of the time; empty if they were not followed.
+    """
 
     plain_runs: int = 0
     taping_runs: int = 0
@@ -67,23 +79,36 @@ class Receipt:
     peak_memory: int = 0
     peak_disk: int = 0
     seconds: float = 0.0
+    held: int = 0
+    curve: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "curve", tuple(self.curve))
         for field in dataclasses.fields(self):
             if field.name == "seconds":
                 keep_seconds(self, field.name)
+            elif field.name == "curve":
+                for bytes_ in self.curve:
+                    whole_number(bytes_, field.name, least=0, most=MOST_TOTAL)
             else:
                 keep_whole(self, field.name, least=0, most=MOST_TOTAL)
 
     def __str__(self) -> str:
         runs = f"{self.plain_runs:,} plain, {self.taping_runs:,} taping, {self.backward_runs:,} backward"
+        held = f" ({format_size(self.held)} still held at the end)" if self.held else ""
         return "\n".join(
             [
                 f"runs    {runs}, {self.probe_runs:,} to measure",
-                f"peak    {format_size(self.peak_memory)} of memory, {format_size(self.peak_disk)} of disk",
+                f"peak    {format_size(self.peak_memory)} of memory{held}, {format_size(self.peak_disk)} of disk",
                 f"time    {self.seconds:,.3g} s",
             ]
         )
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from lowtide.report.notebook import receipt_html  # reports read plans, so plans know them only when shown
+
+        return receipt_html(self)
 
     def to_json(self) -> str:
         """The receipt as JSON."""
@@ -212,6 +237,12 @@ class Plan:
             rows += [f"  {decision}" for decision in self.decisions()]
         return "\n".join(rows)
 
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from lowtide.report.notebook import plan_html  # reports read plans, so plans know them only when shown
+
+        return plan_html(self)
+
     def decisions(self) -> list[StepDecision]:
         """What happens to each step, in the order of the chain."""
         length = self.chain.length
@@ -269,6 +300,8 @@ class Plan:
                 "length": self.chain.length,
                 "steps": [dataclasses.asdict(step) for step in self.chain.steps],
                 "names": self.chain.names,
+                "parameters": self.chain.parameters,
+                "gradients": self.chain.gradients,
             },
             "knob": dataclasses.asdict(self.knob),
             "planner": self.planner,
@@ -287,7 +320,8 @@ class Plan:
         schedule: Callable[..., Schedule] = _SCHEDULES[name]
         with _form_of("plan"):
             costs = document["chain"]
-            chain = Chain(tuple(map(_step, costs["steps"])), costs["length"], tuple(costs["names"]))
+            held = costs.get("parameters", 0), costs.get("gradients", 0)
+            chain = Chain(tuple(map(_step, costs["steps"])), costs["length"], tuple(costs["names"]), *held)
             plan = cls.make(chain, Knob(**document["knob"]), schedule(**_values(document["parameters"])))
             stored = Bill(**document["bill"])
         if plan.bill != stored:

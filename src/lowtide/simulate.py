@@ -13,7 +13,7 @@ that the backward has reached is held from then on. It does not check a budget: 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape, Tier
 from lowtide.chain import Chain, Disk
@@ -43,8 +43,33 @@ def judged(plan: Plan) -> Iterator[Action]:
     ledger.close()
 
 
+class Watcher(Protocol):
+    """Whoever wants to see a plan played. It is told what is done, and after each run what is held meanwhile."""
+
+    def advanced(self, start: int, stop: int) -> None:
+        """Steps [start, stop) are run and keep nothing."""
+
+    def taped(self, start: int, stop: int, option: int) -> None:
+        """Steps [start, stop) are run and taped."""
+
+    def pulled(self, start: int, stop: int, option: int) -> None:
+        """Steps [start, stop), taped in this form, are pulled back."""
+
+    def held(self, snapshots: int, tapes: int, cotangent: int, working: int) -> None:
+        """So many bytes of each are in memory at this moment."""
+
+    def stored(self, step: int, tier: Tier) -> None:
+        """A snapshot is stored."""
+
+    def restored(self, step: int, tier: Tier) -> None:
+        """A snapshot becomes the current state."""
+
+    def dropped(self, step: int, tier: Tier) -> None:
+        """A snapshot is dropped."""
+
+
 class Ledger:
-    """What is current, stored and taped, and what it has cost so far."""
+    """What is current, stored and taped, and what it has cost so far; a `watcher` is told as it goes."""
 
     __slots__ = (
         "_backward_seconds",
@@ -56,27 +81,31 @@ class Ledger:
         "_disk_written",
         "_forward_seconds",
         "_front",
-        "_memory",
         "_menus",
         "_peak_disk",
         "_peak_memory",
         "_peak_snapshots",
         "_place",
         "_plain_runs",
+        "_snapshot_bytes",
         "_snapshots",
+        "_tape_bytes",
         "_tapes",
         "_taping_runs",
+        "_watcher",
     )
 
-    def __init__(self, chain: Chain, disk: Disk | None = None) -> None:
+    def __init__(self, chain: Chain, disk: Disk | None = None, watcher: Watcher | None = None) -> None:
         self._chain = chain
         self._disk = disk
+        self._watcher = watcher
         self._menus = [step.menu for step in chain.steps]
         self._current: int | None = 0
         self._front = len(chain)  # the backward has reached this state
         self._snapshots: dict[tuple[int, Tier], int] = {}
         self._tapes: list[tuple[int, int, int]] = []  # (start, stop, option), the newest last
-        self._memory = 0  # bytes of snapshots in memory and of tapes
+        self._snapshot_bytes = 0  # those in memory
+        self._tape_bytes = 0
         self._disk_bytes = 0
         self._place = 0
         self._plain_runs = self._taping_runs = 0
@@ -130,11 +159,13 @@ class Ledger:
     def _advance(self, action: Advance) -> None:
         self._check_run(action, action.start, action.stop)
         chain = self._chain
+        if self._watcher is not None:
+            self._watcher.advanced(action.start, action.stop)
         if chain.is_equal:
-            self._reach(self._memory + chain[0].working.advance + self._cotangent())
+            self._reach(self._cotangent(), chain[0].working.advance)
         else:
             most = max(step.working.advance for step in chain.steps[action.start : action.stop])
-            self._reach(self._memory + most + self._cotangent())
+            self._reach(self._cotangent(), most)
             self._forward_seconds += chain.forward_seconds(action.start, action.stop)
         self._plain_runs += action.stop - action.start
         self._current = action.stop
@@ -147,13 +178,15 @@ class Ledger:
         menus = self._menus if chain.is_equal else self._menus[start:stop]
         if option < 0 or any(option >= len(menu) for menu in menus):
             self._refuse(action, f"there is no entry {option} on the menu of every step in it")
+        if self._watcher is not None:
+            self._watcher.taped(start, stop, option)
         if chain.is_equal:
-            self._memory += (stop - start) * menus[0][option].tape
-            self._reach(self._memory + chain[0].working.tape + cotangent)
+            self._tape_bytes += (stop - start) * menus[0][option].tape
+            self._reach(cotangent, chain[0].working.tape)
         else:
             for step, menu in zip(chain.steps[start:stop], menus, strict=True):
-                self._memory += menu[option].tape
-                self._reach(self._memory + step.working.tape + cotangent)
+                self._tape_bytes += menu[option].tape
+                self._reach(cotangent, step.working.tape)
             self._forward_seconds += chain.forward_seconds(start, stop)
         self._tapes.append((start, stop, option))
         self._taping_runs += stop - start
@@ -171,16 +204,18 @@ class Ledger:
                 self._refuse(action, f"step {self._front - 1:,} is not taped")
             begin, end, option = self._tapes.pop()
             low = max(begin, start)
+            if self._watcher is not None:
+                self._watcher.pulled(low, end, option)
             if chain.is_equal:
                 entry = self._menus[0][option]
-                self._reach(self._memory + chain[0].working.backward)
-                self._memory -= (end - low) * entry.tape
+                self._reach(0, chain[0].working.backward)
+                self._tape_bytes -= (end - low) * entry.tape
                 self._backward_seconds += (end - low) * entry.extra
             else:
                 for k in reversed(range(low, end)):
                     step, entry = chain.steps[k], self._menus[k][option]
-                    self._reach(self._memory + step.working.backward)
-                    self._memory -= entry.tape
+                    self._reach(0, step.working.backward)
+                    self._tape_bytes -= entry.tape
                     self._backward_seconds += step.backward + entry.extra
             if low > begin:
                 self._tapes.append((begin, low, option))
@@ -196,12 +231,14 @@ class Ledger:
         if step >= len(self._chain):
             self._refuse(action, "the final state starts no step")
         size = self._chain[step].state
+        if tier is not Tier.MEMORY and self._disk is None:
+            self._refuse(action, "this plan has no disk tier")
+        if self._watcher is not None:
+            self._watcher.stored(step, tier)
         if tier is Tier.MEMORY:
-            self._memory += size
-            self._reach(self._memory)
+            self._snapshot_bytes += size
+            self._reach(0, 0)
         else:
-            if self._disk is None:
-                self._refuse(action, "this plan has no disk tier")
             self._disk_bytes += size
             self._disk_written += size
             self._peak_disk = max(self._peak_disk, self._disk_bytes)
@@ -214,6 +251,8 @@ class Ledger:
             self._refuse(action, f"state {action.step:,} is not stored there")
         if action.tier is Tier.DISK:
             self._disk_read += size
+        if self._watcher is not None:
+            self._watcher.restored(action.step, action.tier)
         self._current = action.step
 
     def _drop(self, action: Drop) -> None:
@@ -221,9 +260,11 @@ class Ledger:
         if size is None:
             self._refuse(action, f"state {action.step:,} is not stored there")
         if action.tier is Tier.MEMORY:
-            self._memory -= size
+            self._snapshot_bytes -= size
         else:
             self._disk_bytes -= size
+        if self._watcher is not None:
+            self._watcher.dropped(action.step, action.tier)
 
     def _check_run(self, action: Action, start: int, stop: int) -> None:
         if start != self._current:
@@ -238,9 +279,12 @@ class Ledger:
     def _cotangent(self) -> int:
         return self._chain[self._front].cotangent if self._front < len(self._chain) else 0
 
-    def _reach(self, memory: int) -> None:
+    def _reach(self, cotangent: int, working: int) -> None:
+        memory = self._snapshot_bytes + self._tape_bytes + cotangent + working
         if memory > self._peak_memory:
             self._peak_memory = memory
+        if self._watcher is not None:
+            self._watcher.held(self._snapshot_bytes, self._tape_bytes, cotangent, working)
 
     def _refuse(self, action: object, reason: str) -> NoReturn:
         stored = sorted(step for step, _ in self._snapshots)

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from queue import SimpleQueue
 from typing import Any
 
@@ -1272,3 +1272,10 @@ def test_a_compiled_module_inside_a_checkpoint() -> None:
     y = lt.checkpoint(compiled, x)
     found = torch.autograd.grad(y.square().sum(), [x, *net.parameters()])
     _same(found, torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()]))
+
+
+def test_the_operation_that_saved_something_else_is_named() -> None:
+    calls = count()
+    y = lt.checkpoint(lambda x: torch.sin(x.sum(0) if next(calls) else x), torch.ones(3, 4, requires_grad=True))
+    with pytest.raises(CheckpointError, match=r"saved by torch\.sin \(test_checkpoint_failures\.py"):
+        y.sum().backward()

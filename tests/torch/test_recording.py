@@ -13,7 +13,8 @@ import torch
 import lowtide.torch as lt
 from lowtide import Receipt
 from lowtide.planners.revolve import plain_runs
-from lowtide.torch import measure, recording
+from lowtide.sizes import format_size
+from lowtide.torch import measure, memory_curve, recording
 
 LENGTH = 20
 KNOBS: dict[str, dict[str, Any]] = {
@@ -245,7 +246,45 @@ def test_the_receipt_is_a_value_of_what_was_recorded_so_far() -> None:
         peak_memory=growing.peak_memory,
         peak_disk=0,
         seconds=growing.seconds,
+        held=growing.held,
+        curve=growing.curve,
     )
+
+
+def test_the_curve_and_what_is_held_end_with_the_block() -> None:
+    with lt.record() as receipt:
+        start = torch.ones(1000, requires_grad=True)
+        assert receipt.held == 4000
+        middle = start.exp()
+        del middle
+        assert receipt.held == 4000
+    curve, held = receipt.curve, receipt.held
+    del start
+    assert (receipt.curve, receipt.held) == (curve, held) == (receipt.receipt.curve, 4000)
+    assert max(curve) == receipt.peak_memory == 8000
+    assert curve[-1] == 4000
+    assert 1 <= len(curve) <= 400
+
+
+def test_without_memory_there_is_no_curve() -> None:
+    with lt.record(memory=False) as receipt:
+        torch.ones(10)
+    assert (receipt.curve, receipt.held, receipt.peak_memory) == ((), 0, 0)
+
+
+def test_a_curve_of_any_length_has_a_few_hundred_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(memory_curve, "perf_counter", lambda: clock[0])
+    curve = memory_curve.Curve()
+    for second in range(1000):
+        clock[0] = float(second)
+        curve.see(second if second != 500 else 5000)
+    clock[0] = 1200.0
+    values = curve.values()
+    assert 200 <= len(values) <= 400
+    assert max(values) == 5000
+    assert values[-1] == 999
+    assert values[0] < values[len(values) // 3] < values[len(values) // 2]
 
 
 def test_seconds_stop_when_the_block_ends() -> None:
@@ -263,7 +302,7 @@ def test_json_and_text_are_those_of_the_receipt() -> None:
     first, second, third = str(receipt).splitlines()
     assert first == f"runs    {plain_runs(LENGTH, 2)} plain, 20 taping, 20 backward, 0 to measure"
     assert second.startswith("peak    ")
-    assert second.endswith(" of memory, 0 B of disk")
+    assert second.endswith(f" of memory ({format_size(receipt.held)} still held at the end), 0 B of disk")
     assert third.startswith("time    ")
 
 

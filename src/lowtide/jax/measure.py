@@ -6,7 +6,7 @@ gradients of one stretch, and what a step needs while it runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lowtide.chain import Chain, StepCost, Working
@@ -42,4 +42,5 @@ def costs(taping: Taping, length: int, *, nested: bool = False) -> Costs:
         cotangent=cotangent,
         working=Working(advance=working, tape=working, backward=working + cotangent),
     )
-    return Costs(Chain.equal(cost, length))
+    gradients = nbytes(step.consts[k] for k in active.consts)
+    return Costs(replace(Chain.equal(cost, length), parameters=nbytes(step.consts), gradients=gradients))

@@ -12,7 +12,7 @@ from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Knob, Plan, Schedule
 from lowtide.planners import hetero
 from lowtide.planners.revolve import Revolve
-from lowtide.planners.rooms import rooms_of_one_sweep, rooms_within
+from lowtide.planners.rooms import rooms_least, rooms_of_one_sweep, rooms_within
 from lowtide.planners.sweep import Base, least_sweep
 from lowtide.planners.tiers import two_tiers
 from lowtide.planners.uniform import Uniform, one_sweep_memory, uniform_least, uniform_within
@@ -72,8 +72,15 @@ def choose(
     return Plan.make(chain, Knob("none"), Uniform(memories[option], option))
 
 
-def least_budget(chain: Chain, disk: Disk | None = None) -> int:
+def has_rooms(plan: Plan) -> bool:
+    """Whether `choose` made it with rooms, as far as a plan tells: a knob of bytes, and slots or a base for an answer."""
+    return plan.chain.is_equal and plan.knob.name in ("budget", "none") and isinstance(plan.schedule, Revolve | Base)
+
+
+def least_budget(chain: Chain, disk: Disk | None = None, *, rooms: bool = False) -> int:
     """The smallest `budget` for which `choose` finds a plan."""
+    if rooms:
+        return rooms_least(chain[0], len(chain))
     if not chain.is_equal:
         return hetero.least(chain)
     if disk is not None:

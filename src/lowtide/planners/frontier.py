@@ -10,11 +10,11 @@ from lowtide.plan import Plan
 from lowtide.planners.choose import choose, least_budget
 
 
-def frontier(chain: Chain, points: int = 16, disk: Disk | None = None) -> Iterator[Plan]:
+def frontier(chain: Chain, points: int = 16, disk: Disk | None = None, *, rooms: bool = False) -> Iterator[Plan]:
     """Plans for at most `points` budgets, spaced evenly in their logarithm, the smallest first, one by one."""
     whole_number(points, "points", least=2)
-    low = least_budget(chain, disk)
+    low = least_budget(chain, disk, rooms=rooms)
     high = max(low, chain.plain_tape + max(step.working_set for step in chain.steps))
     budgets = {min(max(round(low * (high / low) ** (k / (points - 1))), low), high) for k in range(points)}
     for budget in sorted(budgets):
-        yield choose(chain, budget, disk=disk)
+        yield choose(chain, budget, disk=disk, rooms=rooms)

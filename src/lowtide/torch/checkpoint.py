@@ -451,12 +451,12 @@ class _Call:
     def _explained(self, differs: Differs) -> CheckpointError:
         """Run once more, looking at names, up to the tensor that differs."""
         saved: list[torch.Tensor] = []
-        naming, place = Naming(), None
+        naming, place, function = Naming(), None, ""
 
         def pack(tensor: torch.Tensor) -> int:
-            nonlocal place
+            nonlocal place, function
             if len(saved) == differs.number:
-                place = Place()
+                place, function = Place(), naming.function
                 raise _Stop
             saved.append(tensor)
             return len(saved) - 1
@@ -471,7 +471,7 @@ class _Call:
             place = None
         where = ""
         if place is not None:
-            where = f", saved by {naming.function or 'an operation'}{self._at(place)}"
+            where = f", saved by {function or 'an operation'}{self._at(place)}"
         elif self._wheres is not None and differs.number < len(self._wheres):
             where = f", which the first run saved{self._at(self._wheres[differs.number])}"
         hint = "state that it keeps where Lowtide cannot see it, branches on such state, kernels that do not repeat"

@@ -65,7 +65,7 @@ class LayerPlans:
         for k, unheld in enumerate(self.row.unheld):
             if k not in begun:
                 steps[k] = replace(steps[k], tape=max(steps[k].state, steps[k].tape - unheld))
-        return Chain.of(steps, self._chain.names)
+        return self._chain.with_steps(steps)
 
     def _within(self, asked: int) -> Plan | None:
         """The fastest plan found within so many bytes."""
@@ -97,7 +97,7 @@ class LayerPlans:
             was = step.working
             working = Working(was.advance + kept + more, was.tape + kept, was.backward + kept)
             steps.append(replace(step, working=working))
-        return Plan.make(Chain.of(steps, chain.names), knob, plan.schedule)
+        return Plan.make(chain.with_steps(steps), knob, plan.schedule)
 
     def _least_that_works(self) -> int:
         """To the byte, unless it depends on where checkpoint calls are, or there are very many."""

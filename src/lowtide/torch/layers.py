@@ -21,7 +21,7 @@ from lowtide.torch import recording
 from lowtide.torch.capture import now
 from lowtide.torch.checkpoint import checkpoint
 from lowtide.torch.layer_groups import Groups
-from lowtide.torch.measure import watching
+from lowtide.torch.measure import storage_bytes, watching
 from lowtide.torch.notes import may_be_copied
 from lowtide.torch.step_pull import pulled, seed_of
 from lowtide.torch.step_seconds import Likeness, Seconds, through, timed
@@ -91,7 +91,12 @@ class _Meter:
             return Row((), None, (), (), (), log.level(0, len(log.events))[1])
         costs = self._taped(x, bounds)
         recording.count(probe=len(bounds))
-        chain = Chain.of(costs, [name_of(self._layers, *bound) for bound in bounds])
+        parameters = [p for layer in self._layers if isinstance(layer, nn.Module) for p in layer.parameters()]
+        chain = replace(
+            Chain.of(costs, [name_of(self._layers, *bound) for bound in bounds]),
+            parameters=storage_bytes(parameters),
+            gradients=storage_bytes([p for p in parameters if p.requires_grad]),
+        )
         peak = log.level(0, len(log.events), self._plain)[1]
         unheld = tuple(self._groups.unheld(start) for start, _ in bounds)
         return Row(bounds, chain, tuple(self._kept), tuple(self._copied), unheld, peak)

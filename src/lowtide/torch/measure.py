@@ -21,13 +21,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lowtide.torch.memory_curve import Curve
+
 
 class Memory:
     """Bytes of storages made while it was watching: `now` alive, `peak` at the worst moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, curve: Curve | None = None) -> None:
         self.now = 0
         self.peak = 0
+        self._curve = curve
         self._alive: dict[int, int] = {}
         self._gpus = [_Gpu(k) for k in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
 
@@ -43,9 +46,13 @@ class Memory:
         self.now += size - self._alive[key]  # it may have grown
         self._alive[key] = size
         self.peak = max(self.peak, self.now)
+        if self._curve is not None:
+            self._curve.see(self.now)
 
     def _died(self, key: int) -> None:
         self.now -= self._alive.pop(key, 0)
+        if self._curve is not None:
+            self._curve.see(self.now)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is among those counted and alive."""
@@ -104,9 +111,13 @@ class _Watching(TorchDispatchMode):
 
 
 @contextmanager
-def peak() -> Iterator[Memory]:
-    """Watch the code inside; the value it gives can be read at any time, and afterwards."""
-    memory = Memory()
+def peak(curve: Curve | None = None) -> Iterator[Memory]:
+    """Watch the code inside; the value it gives can be read at any time, and afterwards.
+
+    Args:
+        curve: is told of every change, to be drawn over time; on the CPU.
+    """
+    memory = Memory(curve)
     with _Watching(memory):
         yield memory
     memory._close()

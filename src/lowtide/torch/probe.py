@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -294,7 +294,8 @@ def _costs(
             backward=max(0, pulling) + start,
         )
         cost = StepCost(max(state, 1), tape, *seconds, cotangent=cotangent, working=working)
-        return Chain.equal(cost, engine.length)
+        captured = storage_bytes(engine.captured.targets)
+        return replace(Chain.equal(cost, engine.length), parameters=captured, gradients=captured)
 
     return Costs(chain(several=True), chain(several=False), meter.memory.peak)
 

@@ -15,6 +15,7 @@ from time import perf_counter
 
 from lowtide.plan import Receipt
 from lowtide.torch import measure
+from lowtide.torch.memory_curve import Curve
 
 
 class Recording:
@@ -26,8 +27,9 @@ class Recording:
         self.backward_runs = 0
         self.probe_runs = 0
         self._began = perf_counter()
-        self._seconds: float | None = None
         self._memory: measure.Memory | None = None
+        self._curve = Curve()
+        self._ended: Receipt | None = None
 
     @property
     def peak_memory(self) -> int:
@@ -35,9 +37,23 @@ class Recording:
         return 0 if self._memory is None else self._memory.peak
 
     @property
+    def held(self) -> int:
+        """Bytes of those tensors that are alive now, or were when the block ended: results and gradients by then."""
+        if self._ended is not None:
+            return self._ended.held
+        return 0 if self._memory is None else self._memory.now
+
+    @property
+    def curve(self) -> tuple[int, ...]:
+        """Most bytes alive in each of at most 400 equal shares of the time; empty if memory was not asked for."""
+        if self._ended is not None:
+            return self._ended.curve
+        return () if self._memory is None else self._curve.values()
+
+    @property
     def seconds(self) -> float:
         """Wall-clock seconds, so far or until the block ended."""
-        return perf_counter() - self._began if self._seconds is None else self._seconds
+        return perf_counter() - self._began if self._ended is None else self._ended.seconds
 
     @property
     def receipt(self) -> Receipt:
@@ -49,7 +65,17 @@ class Recording:
             probe_runs=self.probe_runs,
             peak_memory=self.peak_memory,
             seconds=self.seconds,
+            held=self.held,
+            curve=self.curve,
         )
+
+    def _end(self) -> None:
+        """Keep everything as it is now: tensors that outlive the block go on being followed."""
+        self._ended = self.receipt
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return self.receipt._repr_html_()
 
     def to_json(self) -> str:
         """The receipt as JSON."""
@@ -75,14 +101,14 @@ def record(*, memory: bool = True) -> Iterator[Recording]:
     _open.append(recording)
     try:
         if memory:
-            with measure.peak() as watched:
+            with measure.peak(recording._curve) as watched:
                 recording._memory = watched
                 yield recording
         else:
             yield recording
     finally:
         _open.remove(recording)
-        recording._seconds = perf_counter() - recording._began
+        recording._end()
 
 
 def count(*, plain: int = 0, taping: int = 0, backward: int = 0, probe: int = 0) -> None:

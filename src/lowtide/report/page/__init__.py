@@ -1,0 +1,271 @@
+"""The report as one self-contained HTML file: the assets in this folder, filled in, and a story as compressed JSON.
+
+Nothing is loaded from anywhere. Numbers that are read, not drawn, are put in words here, so that the page says what
+the rest of the library says.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+import platform
+import zlib
+from collections.abc import Iterable
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import lowtide
+from lowtide.actions import Tier
+from lowtide.plan import Plan, Receipt
+from lowtide.report.peers import Mark
+from lowtide.report.rows import Row
+from lowtide.report.snippets import snippets
+from lowtide.report.story import HasReceipt, Progress, Story, View, measured_peak, tell
+from lowtide.report.timeline import Raster, Timeline
+from lowtide.sizes import format_size
+
+TICKS = 100_000  # times in the data are whole ticks, so many for the whole
+_SCRIPTS = ("tools.js", "verdict.js", "frontier.js", "schedule.js", "memory.js", "table.js", "main.js")
+_PACKAGES = ("torch", "jax", "brainstate", "numpy")
+
+
+class _Column(NamedTuple):
+    key: str
+    label: str
+    kind: str
+
+
+_COLUMNS = (
+    _Column("name", "step", "text"),
+    _Column("steps", "steps", "number"),
+    _Column("state", "state", "bytes"),
+    _Column("tape", "tape", "bytes"),
+    _Column("time", "forward, of plain", "number"),
+    _Column("again", "run again", "number"),
+    _Column("stored", "states stored", "number"),
+    _Column("form", "tape form", "text"),
+    _Column("decision", "decision", "text"),
+    _Column("why", "why", "text"),
+)
+
+
+def write(
+    plan: Plan,
+    receipt: Receipt | HasReceipt | str | os.PathLike[str] | None = None,
+    path: str | os.PathLike[str] = "plan.html",
+    *,
+    measured: Iterable[Mark] = (),
+    points: int = 32,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the report page of a plan, and of a run of it, to `path`; it opens offline in any browser.
+
+    Args:
+        plan: what the page is about.
+        receipt: what a run did cost: a `Receipt`, or what `record()` gave. May be left out: `write(plan, "plan.html")`.
+        path: the file to write.
+        measured: more measured points for the frontier, `Mark("torch's checkpoint", peak=..., time_factor=...)`.
+        points: how many budgets the slider has, besides the plan's own; each is planned and played on paper.
+        progress: called with how many plans are done and of how many.
+
+    Returns:
+        The path of the page.
+    """
+    if isinstance(receipt, str | os.PathLike):
+        target, taken = Path(receipt), None
+    else:
+        target, taken = Path(path), receipt
+    story = tell(plan, taken, measured=measured, points=points, progress=progress)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page(story), encoding="utf-8")
+    return target
+
+
+def page(story: Story) -> str:
+    """The page as text."""
+    packed = base64.b64encode(zlib.compress(json.dumps(data(story)).encode(), 9)).decode()
+    assets = files(__name__)
+    parts = {
+        "<!--TITLE-->": html.escape(f"Lowtide: {story.plan.chain}"),
+        "/*CSS*/": (assets / "page.css").read_text(encoding="utf-8"),
+        "/*JS*/": "\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS),
+        "<!--DATA-->": f'<script id="data" type="text/plain">{packed}</script>',
+    }
+    text = (assets / "page.html").read_text(encoding="utf-8")
+    for place, part in parts.items():
+        text = text.replace(place, part)
+    return text
+
+
+def data(story: Story) -> dict[str, Any]:
+    """What the page's scripts read."""
+    plan, chain = story.plan, story.plan.chain
+    return {
+        "title": str(chain),
+        "lowtide": lowtide.__version__,
+        "versions": [["Python", platform.python_version()], *_versions()],
+        "written": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "chain": {
+            "length": len(chain),
+            "equal": chain.is_equal,
+            "parameters": chain.parameters,
+            "gradients": chain.gradients,
+        },
+        "plain": {"memory": chain.plain_tape, "seconds": chain.plain_seconds},
+        "knob": str(plan.knob),
+        "budget": _budget(plan),
+        "least": story.least,
+        "chosen": story.chosen,
+        "fits": story.fits,
+        "verdict": story.verdict,
+        "frontier": [_mark(mark) for mark in story.frontier],
+        "peers": [_mark(mark) for mark in story.peers],
+        "measured": [_mark(mark) for mark in story.measured],
+        "receipt": None if story.receipt is None else _receipt(story.receipt),
+        "columns": [column._asdict() for column in _COLUMNS],
+        "views": [_view(view, own=k == story.chosen) for k, view in enumerate(story.views)],
+    }
+
+
+def _versions() -> list[list[str]]:
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append([package, version(package)])
+        except PackageNotFoundError:  # a front end that is not installed
+            continue
+    return found
+
+
+def _budget(plan: Plan) -> int | None:
+    return plan.knob.value if plan.knob.name == "budget" else None
+
+
+def _mark(mark: Mark) -> dict[str, Any]:
+    return {"name": mark.name, "peak": mark.peak, "factor": mark.time_factor, "note": mark.note}
+
+
+def _receipt(receipt: Receipt) -> dict[str, Any]:
+    lines = [line.split(maxsplit=1) for line in str(receipt).splitlines()]
+    peak = measured_peak(receipt)
+    return {
+        "peak": receipt.peak_memory,
+        "held": receipt.held,
+        "curve": receipt.curve,
+        "text": None if peak is None else format_size(peak),
+        "lines": lines,
+    }
+
+
+def _view(view: View, *, own: bool) -> dict[str, Any]:
+    plan, bill = view.plan, view.plan.bill
+    budget = _budget(plan)
+    return {
+        "name": str(plan.knob),
+        "budget": budget,
+        "own": own,
+        "peak": bill.peak_memory,
+        "disk": bill.peak_disk,
+        "snapshots": bill.peak_snapshots,
+        "plainRuns": bill.plain_runs,
+        "runsPerStep": plan.runs_per_step,
+        "factor": plan.time_factor,
+        "seconds": bill.seconds,
+        "planner": plan.planner,
+        "text": {
+            "peak": format_size(bill.peak_memory),
+            "share": f"{bill.peak_memory / plan.chain.plain_tape:.3%} of plain",
+            "budget": "none" if budget is None else format_size(budget),
+            "snapshots": f"{bill.peak_snapshots:,}",
+            "runs": f"{bill.plain_runs:,} plain, {bill.taping_runs:,} taping",
+            "runsPerStep": f"{plan.runs_per_step:.4g}",
+            "factor": f"{plan.time_factor:.3f}x",
+            "disk": format_size(bill.peak_disk),
+        },
+        "lines": list(plan.lines()),
+        "code": snippets(plan),
+        "timeline": _timeline(view.timeline),
+        "rows": [_cells(row, plan) for row in view.rows],
+    }
+
+
+def _cells(row: Row, plan: Plan) -> list[Any]:
+    whole = plan.chain.plain_seconds
+    return [
+        row.name,
+        row.stop - row.start,
+        row.state,
+        row.tape,
+        _digits(row.seconds / whole) if whole else 0,
+        _digits(row.again),
+        row.stored,
+        row.form,
+        row.decision,
+        row.why,
+    ]
+
+
+def _digits(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    rate = TICKS / timeline.seconds
+
+    def ticks(times: Iterable[float]) -> list[int]:
+        return [round(time * rate) for time in times]
+
+    runs, stored, memory = timeline.runs, timeline.stored, timeline.memory
+    at = next(k for k, moment in enumerate(memory) if moment.start <= timeline.worst.start < moment.stop)
+    return {
+        "seconds": timeline.seconds,
+        "ticks": TICKS,
+        "runs": runs
+        and {
+            "kind": [run.kind for run in runs],
+            "step": [run.step for run in runs],
+            "start": ticks(run.start for run in runs),
+            "stop": ticks(run.stop for run in runs),
+        },
+        "stored": None
+        if stored is None
+        else {
+            "step": [snapshot.step for snapshot in stored],
+            "disk": [int(snapshot.tier is Tier.DISK) for snapshot in stored],
+            "start": ticks(snapshot.start for snapshot in stored),
+            "stop": ticks(snapshot.stop for snapshot in stored),
+        },
+        "raster": timeline.raster and _raster(timeline.raster),
+        "memory": {
+            "start": ticks(moment.start for moment in memory),
+            "stop": ticks(moment.stop for moment in memory),
+            "snapshots": [moment.snapshots for moment in memory],
+            "tape": [moment.tape for moment in memory],
+            "cotangent": [moment.cotangent for moment in memory],
+            "working": [moment.working for moment in memory],
+            "what": [moment.what for moment in memory],
+        },
+        "worst": at,
+    }
+
+
+def _raster(raster: Raster) -> dict[str, Any]:
+    return {
+        "columns": raster.columns,
+        "rows": raster.rows,
+        "share": [_bytes(plane) for plane in raster.share],
+        "memory": _bytes(raster.memory),
+        "disk": _bytes(raster.disk),
+    }
+
+
+def _bytes(plane: NDArray[np.uint8]) -> str:
+    return base64.b64encode(plane.tobytes()).decode()

@@ -1,0 +1,170 @@
+"""Everything that a report shows of a plan, in whatever form: the plan, other budgets, the usual tools, the receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from lowtide.errors import InputError
+from lowtide.plan import Plan, Receipt
+from lowtide.planners.choose import has_rooms, least_budget
+from lowtide.planners.frontier import frontier
+from lowtide.report.peers import Mark, peers
+from lowtide.report.playing import played
+from lowtide.report.rows import Row, rows
+from lowtide.report.timeline import Timeline
+from lowtide.sizes import format_size
+
+# A plan of more runs has its point on the frontier, but nobody waits for its picture unless it is the plan itself.
+MOST_RUNS_DRAWN = 4_000_000
+
+Progress = Callable[[int, int], object]
+
+
+class HasReceipt(Protocol):
+    """A recording that is still open, say."""
+
+    @property
+    def receipt(self) -> Receipt:
+        """What it cost so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One plan, played."""
+
+    plan: Plan
+    timeline: Timeline
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A plan and what belongs beside it.
+
+    Attributes:
+        views: the plan among plans for other budgets, the smallest first.
+        chosen: which of the views is the plan.
+        least: the least budget that works.
+        frontier: every budget that was planned, those that are not drawn among them, as points.
+        peers: the plain run, and what the usual tools would do.
+        measured: what was measured.
+    """
+
+    plan: Plan
+    receipt: Receipt | None
+    views: tuple[View, ...]
+    chosen: int
+    least: int
+    frontier: tuple[Mark, ...]
+    peers: tuple[Mark, ...]
+    measured: tuple[Mark, ...]
+
+    @property
+    def view(self) -> View:
+        """The plan itself, played."""
+        return self.views[self.chosen]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak, and the measured one if there is one, keep the budget."""
+        budget = self.plan.knob.value if self.plan.knob.name == "budget" else None
+        if budget is None:
+            return True
+        return self.plan.bill.peak_memory <= budget and (measured_peak(self.receipt) or 0) <= budget
+
+    @property
+    def verdict(self) -> str:
+        """That, in a sentence with numbers."""
+        plan = self.plan
+        measured = measured_peak(self.receipt)
+        peak = f"a predicted peak of {format_size(plan.bill.peak_memory)}"
+        if measured is not None:
+            peak += f" and a measured one of {format_size(measured)}"
+        if plan.knob.name == "budget" and plan.knob.value is not None:
+            kept = "Fits" if self.fits else "Does not fit"
+            return f"{kept}: {peak}, with a budget of {format_size(plan.knob.value)}."
+        return f"Takes {peak}; no budget was named."
+
+
+def measured_peak(receipt: Receipt | None) -> int | None:
+    """Bytes at the worst moment beyond what was still held at the end, which is what a budget counts."""
+    if receipt is None or not receipt.peak_memory:
+        return None
+    return max(0, receipt.peak_memory - receipt.held)
+
+
+def tell(
+    plan: Plan,
+    receipt: Receipt | HasReceipt | None = None,
+    *,
+    measured: Iterable[Mark] = (),
+    points: int = 32,
+    progress: Progress | None = None,
+) -> Story:
+    """Plan the chain for other budgets too, and play every plan on paper.
+
+    Args:
+        plan: what the story is about.
+        receipt: what a run of it did cost.
+        measured: more measured points, for the frontier.
+        points: how many other budgets; 0 for the plan alone, which is quick.
+        progress: called with how many plans are done and of how many, each time one is.
+    """
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan={plan!r} is a {type(plan).__name__}; give a Plan, such as plan_scan returns")
+    if receipt is not None and not isinstance(receipt, Receipt) and not hasattr(receipt, "receipt"):
+        raise InputError(f"receipt={receipt!r} is a {type(receipt).__name__}; give a Receipt, or what record() gave")
+    taken = receipt if isinstance(receipt, Receipt) or receipt is None else receipt.receipt
+    chain, rooms = plan.chain, has_rooms(plan)
+    others = frontier(chain, points, plan.schedule.disk, rooms=rooms) if points else ()
+    total, views, marks = points + 1, [_view(plan)], [_mark(plan)]
+    for done, other in enumerate(others, start=1):
+        if progress is not None:
+            progress(done, total)
+        if other.knob == plan.knob:
+            continue
+        marks.append(_mark(other))
+        if other.bill.plain_runs + other.bill.taping_runs <= MOST_RUNS_DRAWN:
+            views.append(_view(other))
+    if progress is not None:
+        progress(total, total)
+    views.sort(key=lambda view: (view.plan.knob.value if view.plan.knob.name == "budget" else 0) or _peak(view.plan))
+    marks.sort(key=lambda mark: (mark.peak, -mark.time_factor))
+    return Story(
+        plan=plan,
+        receipt=taken,
+        views=tuple(views),
+        chosen=next(k for k, view in enumerate(views) if view.plan is plan),
+        least=least_budget(chain, plan.schedule.disk, rooms=rooms),
+        frontier=tuple(marks),
+        peers=peers(chain),
+        measured=(*_measured(plan, taken), *measured),
+    )
+
+
+def _view(plan: Plan) -> View:
+    timeline = played(plan)
+    return View(plan, timeline, rows(plan, timeline.tally))
+
+
+def _peak(plan: Plan) -> int:
+    return plan.bill.peak_memory
+
+
+def _mark(plan: Plan) -> Mark:
+    return Mark(str(plan.knob), plan.bill.peak_memory, plan.time_factor)
+
+
+def _measured(plan: Plan, receipt: Receipt | None) -> list[Mark]:
+    """The receipt as a point: bytes as measured, time from the runs that were counted, at the chain's costs."""
+    peak = measured_peak(receipt)
+    if receipt is None or peak is None:
+        return []
+    runs, chain = receipt.plain_runs + receipt.taping_runs, plan.chain
+    forward, whole = chain.forward_seconds(0, len(chain)), chain.plain_seconds
+    if not (runs and whole):
+        return [Mark("measured", peak, plan.time_factor, "bytes as measured, time as predicted")]
+    seconds = (runs * forward + receipt.backward_runs * (whole - forward)) / len(chain)
+    return [Mark("measured", peak, seconds / whole, "bytes and runs as measured, times of a run as predicted")]

@@ -1,0 +1,225 @@
+"""What a report tells: rows, the usual tools' choices, code to paste, and the story of all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+import lowtide.torch as lt
+from lowtide import Chain, Disk, InputError, Plan, Receipt, StepCost, TapeOption, Working
+from lowtide.plan import Knob
+from lowtide.planners.choose import choose, least_budget
+from lowtide.planners.revolve import Revolve, plain_runs
+from lowtide.planners.sweep import Sweep
+from lowtide.report import Mark, tell
+from lowtide.report import story as storytelling
+from lowtide.report.peers import equal_count, peers
+from lowtide.report.playing import played
+from lowtide.report.rows import rows
+from lowtide.report.snippets import snippets
+from lowtide.report.story import measured_peak
+
+ROLLOUT = Chain.equal(StepCost(64, 320), 400)
+LAYERS = Chain.of(
+    [StepCost(100 * k, 400 * k, k, 2 * k, cotangent=100 * k, working=Working(k, k, k)) for k in range(1, 10)],
+    [f"layer {k}" for k in range(9)],
+)
+
+
+# Rows
+
+
+def test_layers_have_a_row_each_that_agrees_with_the_plans_decisions() -> None:
+    plan = choose(LAYERS, 9_000)
+    table = rows(plan, played(plan).tally)
+    decisions = plan.decisions()
+    assert [row.name for row in table] == list(LAYERS.names)
+    assert [row.again for row in table] == [decision.plain_runs for decision in decisions]
+    assert [row.stored for row in table] == [decision.stored for decision in decisions]
+    assert [row.tape for row in table] == [decision.tape for decision in decisions]
+    assert {row.decision for row in table} == {"keep", "rerun"}
+    for row in table:
+        assert row.decision == ("rerun" if row.again else "keep")
+        assert ("run again" in row.why) == (row.decision == "rerun")
+    first = next(row for row in table if row.again and row.stored)
+    assert first.why.endswith("it is run again from the state stored at its start")
+    below = next(row for row in table if row.again and not row.stored)
+    assert below.why.endswith(f"it is run again from the state stored before {table[below.start - 1].name}")
+
+
+def test_equal_steps_have_a_row_for_each_stretch() -> None:
+    plan = choose(ROLLOUT, base=20)
+    table = rows(plan, played(plan).tally)
+    assert [(row.start, row.stop) for row in table] == [(k, k + 20) for k in range(0, 400, 20)]
+    assert [row.again for row in table] == [1.0] * 19 + [0.0]
+    assert table[0].name == "steps [0, 20)"
+    assert table[0].tape == 20 * 320
+    assert table[-1].why == "its tape of 6.25 KiB is kept from the first run on, so nothing of it is run twice"
+
+
+def test_many_stretches_are_ranges() -> None:
+    plan = choose(ROLLOUT, checkpoints=3)
+    table = rows(plan, played(plan).tally)
+    assert len(table) == 50
+    assert sum(row.again * (row.stop - row.start) for row in table) == pytest.approx(plain_runs(400, 3))
+
+
+def test_a_row_whose_start_is_stored_nowhere_runs_from_the_beginning() -> None:
+    plan = choose(Chain.equal(StepCost(64, 320), 100), checkpoints=2)
+    why = rows(plan, played(plan).tally)[-2].why
+    assert "it is run again from the state stored before step" in why
+    sweep = Plan.make(Chain.equal(StepCost(1, 1, 0.0, 0.0), 60), Knob("none"), Revolve(2))
+    assert "of the plain time" not in rows(sweep, played(sweep).tally)[0].why
+
+
+def test_forms_of_tape_are_named() -> None:
+    step = StepCost(10, 100, options=(TapeOption(40, 0.5, "lean"), TapeOption(20, 1.0)))
+    chain = Chain.of([step, StepCost(10, 90, options=step.options), step])
+    plan = Plan.make(chain, Knob("none"), Sweep((3,), (0, 1, 2)))
+    assert [row.form for row in rows(plan, played(plan).tally)] == ["keep", "lean", "option 2"]
+    long = Chain.of([StepCost(10, 100 + k % 2, options=step.options) for k in range(2_001)])
+    mixed = Plan.make(long, Knob("none"), Sweep((2_001,), tuple(k % 3 for k in range(2_001))))
+    assert {row.form for row in rows(mixed, played(mixed).tally)} == {"several forms"}
+
+
+# The usual tools
+
+
+def test_peers_of_a_rollout_cost_what_their_own_plans_say() -> None:
+    marks = {mark.name: mark for mark in peers(ROLLOUT)}
+    assert list(marks) == ["plain", "checkpoint on every step", "segments of 20 steps", "10 snapshots"]
+    assert (marks["plain"].peak, marks["plain"].time_factor) == (400 * 320, 1.0)
+    base = choose(ROLLOUT, base=20)
+    assert (marks["segments of 20 steps"].peak, marks["segments of 20 steps"].time_factor) == (
+        base.bill.peak_memory,
+        base.time_factor,
+    )
+    assert marks["10 snapshots"].time_factor == choose(ROLLOUT, checkpoints=10).time_factor
+
+
+def test_peers_of_layers_are_cut_by_count() -> None:
+    names = [mark.name for mark in peers(LAYERS)]
+    assert names[:2] == ["plain", "checkpoint on every layer"]
+    assert "2 segments by count" in names
+    assert "3 segments by count" in names
+    assert equal_count(9, 5).stretches == (1, 1, 1, 1, 5)
+
+
+def test_a_chain_of_one_step_has_the_plain_run_alone() -> None:
+    assert [mark.name for mark in peers(Chain.equal(StepCost(5, 5), 1))] == ["plain"]
+    assert [mark.name for mark in peers(Chain.of([StepCost(5, 5), StepCost(6, 6)]))][:1] == ["plain"]
+
+
+# Code to paste
+
+
+@pytest.mark.parametrize(
+    ("knobs", "given"),
+    [
+        ({"budget": "64KiB"}, ', budget="64KiB"'),
+        ({"budget": 65_537}, ", budget=65537"),
+        ({"base": 20}, ", base=20"),
+        ({"checkpoints": 9}, ", checkpoints=9"),
+        ({}, ""),
+    ],
+)
+def test_the_code_to_paste_has_the_knob(knobs: dict[str, int | str], given: str) -> None:
+    found = dict(snippets(choose(ROLLOUT, **knobs)))  # type: ignore[arg-type]  # the values fit their names
+    assert list(found) == ["PyTorch", "JAX", "brainstate", "plan file"]
+    assert f"lt.checkpointed_for_loop(step, xs{given})" in found["PyTorch"]
+    assert f"lt.checkpointed_scan(step, init, xs{given})" in found["JAX"]
+    for name, code in found.items():
+        compile(code, name, "exec")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "given"),
+    [({"budget": 9_000}, ", budget=9000"), ({"base": 3}, ", plan=plan"), ({}, "")],
+)
+def test_the_code_for_layers(knobs: dict[str, int], given: str) -> None:
+    found = dict(snippets(choose(LAYERS, **knobs)))  # type: ignore[arg-type]  # the values fit their names
+    assert list(found) == ["PyTorch", "JAX", "plan file"]
+    assert f"y = lt.sequential(layers, x{given})" in found["PyTorch"]
+
+
+# The story
+
+
+def test_views_are_the_planners_answers_and_the_plan_is_among_them() -> None:
+    plan = choose(ROLLOUT, "10%")
+    seen: list[tuple[int, int]] = []
+    story = tell(plan, points=6, progress=lambda done, total: seen.append((done, total)))
+    assert story.view.plan is plan
+    assert len(story.views) == 7
+    budgets = [view.plan.knob.value for view in story.views]
+    assert budgets == sorted(budgets, key=lambda value: value or 0)
+    for view in story.views:
+        assert view.plan == choose(ROLLOUT, view.plan.knob.value)
+    assert story.least == least_budget(ROLLOUT) == budgets[0]
+    assert seen == [(k, 7) for k in range(1, 8)]
+    assert [mark.peak for mark in story.frontier] == sorted(mark.peak for mark in story.frontier)
+    assert story.fits
+    assert story.verdict == "Fits: a predicted peak of 12.5 KiB, with a budget of 12.5 KiB."
+
+
+def test_the_plan_alone_is_quick_and_a_budget_on_the_way_is_not_told_twice() -> None:
+    assert len(tell(choose(ROLLOUT, base=20), points=0).views) == 1
+    assert len(tell(choose(ROLLOUT, least_budget(ROLLOUT)), points=5).views) == 5
+
+
+def test_a_plan_without_a_budget_stands_where_its_peak_is() -> None:
+    story = tell(choose(ROLLOUT, base=20), points=5)
+    budgets = [view.plan.knob.value for view in story.views[: story.chosen]]
+    assert all(budget is not None and budget <= story.plan.bill.peak_memory for budget in budgets)
+    assert story.verdict == "Takes a predicted peak of 7.438 KiB; no budget was named."
+    assert story.fits
+
+
+def test_plans_with_disk_or_rooms_are_among_their_own_kind() -> None:
+    disk = Disk(1e-3, 1e-3)
+    for view in tell(choose(ROLLOUT, "5%", disk=disk), points=4).views:
+        assert view.plan.schedule.disk == disk
+    with_rooms = choose(ROLLOUT, "10%", rooms=True)
+    story = tell(with_rooms, points=4)
+    assert story.least == 64 + 320
+    for view in story.views:
+        assert view.plan == choose(ROLLOUT, view.plan.knob.value, rooms=True)
+
+
+def test_plans_of_too_many_runs_are_points_without_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storytelling, "MOST_RUNS_DRAWN", 1_500)
+    story = tell(choose(ROLLOUT, "50%"), points=8)
+    assert len(story.frontier) == 9
+    assert 2 < len(story.views) < 9
+    assert all(view.plan.bill.plain_runs + 400 <= 1_500 for view in story.views)
+
+
+def test_a_receipt_is_measured_beyond_what_is_held_anyway() -> None:
+    plan = choose(ROLLOUT, 20_000)
+    bill = plan.bill
+    receipt = Receipt(bill.plain_runs, 400, 400, peak_memory=20_500, held=1_000, seconds=1.0)
+    story = tell(plan, receipt, points=0, measured=[Mark("torch", 99, 1.5)])
+    assert measured_peak(receipt) == 19_500
+    assert story.fits
+    mine, other = story.measured
+    assert (mine.peak, mine.time_factor) == (19_500, pytest.approx(plan.time_factor))
+    assert other == Mark("torch", 99, 1.5)
+    assert "and a measured one of 19.04 KiB" in story.verdict
+    over = tell(plan, Receipt(peak_memory=30_000), points=0)
+    assert not over.fits
+    assert over.verdict.startswith("Does not fit: ")
+    assert over.measured[0].time_factor == plan.time_factor  # no runs were counted
+    assert tell(plan, Receipt(), points=0).measured == ()
+    assert measured_peak(None) is None
+
+
+def test_a_recording_is_as_good_as_a_receipt() -> None:
+    with lt.record() as recording:
+        pass
+    assert tell(choose(ROLLOUT, base=20), recording, points=0).receipt == recording.receipt
+
+
+def test_what_is_no_plan_or_no_receipt_is_refused() -> None:
+    with pytest.raises(InputError, match="plan=3 is a int; give a Plan"):
+        tell(3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="receipt=3 is a int; give a Receipt"):
+        tell(choose(ROLLOUT, base=20), 3)  # type: ignore[arg-type]
