@@ -7,23 +7,22 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # One framework thread for each test worker: two workers on two cores, and counts that do not depend on the machine.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: help demo test test-all lint types format bench clean
+# The tests of the report page drive a browser. Where none can be had they are skipped, and say so.
+BROWSERS := chromium chromium-browser google-chrome
+APT_GET := $(if $(filter 0,$(shell id -u)),,sudo -n )env DEBIAN_FRONTEND=noninteractive apt-get -qq
+
+.PHONY: help demo test test-all lint types browser docs format bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED)  ## Show what Lowtide does; writes demo-output/
 	$(BIN)/lowtide demo
-	$(BIN)/python examples/spiking_rollout.py
-	$(BIN)/python examples/brainstate_tutorial.py
-	$(BIN)/python examples/heavy_model.py
-	$(BIN)/python examples/two_segments.py
-	$(BIN)/python examples/deep_networks.py
 
-test: lint types  ## Lint, types and the tests, within minutes
+test: lint types browser  ## Lint, types and the tests, within minutes
 	$(PYTEST) -m "not slow" --cov=lowtide --cov-report=term --cov-fail-under=100
 
-test-all: lint types  ## The same with the whole sweeps and soaks
+test-all: lint types browser  ## The same with the whole sweeps and soaks
 	$(PYTEST) --cov=lowtide --cov-report=term --cov-fail-under=100
 
 lint: $(INSTALLED)
@@ -33,20 +32,26 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
+browser:
+	@for name in $(BROWSERS); do command -v $$name > /dev/null && exit 0; done; \
+	echo "installing Chromium, for the tests of the report page"; \
+	{ $(APT_GET) update && $(APT_GET) install -y --no-install-recommends chromium; } > /dev/null 2>&1 \
+	|| echo "Chromium could not be installed: the tests of the report page will be skipped"
+
+docs: $(INSTALLED)  ## Build the documentation; writes docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
 format: $(INSTALLED)  ## Put the code into its form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)  ## Time planners, rollouts, functions and layers beside their peers (pyrevolve and compile= need a C++ compiler)
 	$(PIP_INSTALL) pyrevolve
-	$(BIN)/python benchmarks/planners.py
-	$(BIN)/python benchmarks/torch_rollouts.py
-	$(BIN)/python benchmarks/jax_rollouts.py
-	$(BIN)/python benchmarks/torch_checkpoint.py
-	$(BIN)/python benchmarks/torch_sequential.py
+	$(BIN)/lowtide bench
 
 clean:  ## Remove the environment and everything generated
-	rm -rf $(VENV) demo-output .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) demo-output docs/_build .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 $(INSTALLED): pyproject.toml constraints.txt tests/partners.txt
 	@echo "setting up $(VENV) (a minute or two the first time)"
