@@ -46,6 +46,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from ratios import Ratio, command, heading, in_turns
 
 import lowtide.brainstate
 import lowtide.jax as lt
@@ -229,20 +230,6 @@ def equinox_at(rollout: Rollout, temp: int) -> tuple[int, Program]:
     return best, programs[best]
 
 
-def in_turns(works: list[Program], repeats: int) -> list[tuple[float, float]]:
-    """Least CPU seconds of each, and least seconds on the wall; every one is run once before."""
-    for work in works:
-        work()
-    best = [(math.inf, math.inf)] * len(works)
-    for _ in range(repeats):
-        for k, work in enumerate(works):
-            clock, began = perf_counter(), process_time()
-            work()
-            taken = process_time() - began, perf_counter() - clock
-            best[k] = min(best[k][0], taken[0]), min(best[k][1], taken[1])
-    return best
-
-
 def away(found: Any, expected: Any, most: float = CLOSE) -> float:
     """How far gradients are from what is expected, at the worst weight; asserted to be little."""
 
@@ -256,12 +243,9 @@ def away(found: Any, expected: Any, most: float = CLOSE) -> float:
     return far
 
 
-def heading(text: str) -> None:
-    print(f"\n{text}\n{'-' * len(text)}", flush=True)
-
-
-def verdict(what: str, found: float, most: float) -> None:
+def verdict(case: str, what: str, found: float, most: float) -> Ratio:
     print(f"  {'met   ' if found <= most else 'MISSED'} {what}: {found:.3f}, at most {most:.3f}", flush=True)
+    return Ratio(f"{case}: {what}", found, most)
 
 
 def alive(text: str) -> None:
@@ -278,13 +262,13 @@ def compare(programs: dict[str, Program], length: int, repeats: int) -> dict[str
     print(f"{'':26} {'time':>7} {'wall':>7} {'memory':>7} {'temp':>11} {'us/step':>8} {'away':>9}", flush=True)
     for name, program in programs.items():
         cpu, wall = (mine / usual for mine, usual in zip(taken[name], taken[plain], strict=True))
-        share, each, far = program.temp / programs[plain].temp, taken[name][0] / length, away(program()[1], gradients)
+        share, each, far = program.temp / programs[plain].temp, taken[name].cpu / length, away(program()[1], gradients)
         print(
             f"{name:26} {cpu:>7.2f} {wall:>7.2f} {share:>7.1%} {format_size(program.temp):>11} {each * 1e6:>8.1f} "
             f"{far:>9.1e}",
             flush=True,
         )
-    return {name: cpu for name, (cpu, _) in taken.items()}
+    return {name: seconds.cpu for name, seconds in taken.items()}
 
 
 def loops_of(rollout: Rollout) -> Iterator[tuple[str, Program]]:
@@ -306,7 +290,8 @@ def loops_of(rollout: Rollout) -> Iterator[tuple[str, Program]]:
     yield f"equinox k={count}", equal
 
 
-def rollouts(sizes: list[int], lengths: list[int], repeats: int) -> None:
+def rollouts(sizes: list[int], lengths: list[int], repeats: int) -> list[Ratio]:
+    ratios: list[Ratio] = []
     for hidden in sizes:
         for length in lengths:
             heading(f"n={hidden}, T={length:,}: loss and gradients, as multiples of plain's")
@@ -314,22 +299,25 @@ def rollouts(sizes: list[int], lengths: list[int], repeats: int) -> None:
             for name, program in loops_of(spiking_rollout(hidden, length)):
                 alive(f"compiled {name}")
                 programs[name] = program
-            judge(hidden, length, programs, compare(programs, length, repeats))
+            ratios += judge(hidden, length, programs, compare(programs, length, repeats))
+    return ratios
 
 
-def judge(hidden: int, length: int, programs: dict[str, Program], taken: dict[str, float]) -> None:
+def judge(hidden: int, length: int, programs: dict[str, Program], taken: dict[str, float]) -> list[Ratio]:
     """What Lowtide without a knob is meant to reach."""
     ours, memory = taken["lowtide"], programs["lowtide"].temp
     based, equal = (next(name for name in programs if name.startswith(word)) for word in ("lowtide base", "equinox k"))
+    judged: list[tuple[str, float, float]] = []
     if hidden == 256:
-        verdict("memory of plain's", memory / programs["plain"].temp, 1 / 10 if length == 400 else 1 / 25)
-    verdict("time of plain's", ours / taken["plain"], 1.0 if hidden == 256 else 1.3)
-    verdict("time of the nested scan's", ours / taken["nested"], 1.1)
-    verdict(f"the same, {based}", taken[based] / taken["nested"], 1.1)
+        judged.append(("memory of plain's", memory / programs["plain"].temp, 1 / 10 if length == 400 else 1 / 25))
+    judged.append(("time of plain's", ours / taken["plain"], 1.0 if hidden == 256 else 1.3))
+    judged.append(("time of the nested scan's", ours / taken["nested"], 1.1))
+    judged.append((f"the same, {based}", taken[based] / taken["nested"], 1.1))
     if length >= 4000:
-        verdict("time of brainstate's", ours / taken["brainstate base=16"], 1 / 3)
-        verdict("memory of brainstate's", memory / programs["brainstate base=16"].temp, 1 / 2)
-    verdict("time of equinox's with the same memory", ours / taken[equal], 1 / 2)
+        judged.append(("time of brainstate's", ours / taken["brainstate base=16"], 1 / 3))
+        judged.append(("memory of brainstate's", memory / programs["brainstate base=16"].temp, 1 / 2))
+    judged.append(("time of equinox's with the same memory", ours / taken[equal], 1 / 2))
+    return [verdict(f"n={hidden}, T={length:,}", *each) for each in judged]
 
 
 class SNN(brainstate.nn.Module):
@@ -360,7 +348,7 @@ class SNN(brainstate.nn.Module):
         return self.o(self.r2o(self.r(self.i2r(x))))
 
 
-def tutorial(repeats: int) -> None:
+def tutorial(repeats: int) -> Ratio:
     heading("The tutorial's network through brainstate, n=8, T=400: gradients, as multiples of plain's")
     loops: dict[str, Callable[..., Any]] = {
         "plain, which is for_loop": brainstate.transform.for_loop,
@@ -391,10 +379,11 @@ def tutorial(repeats: int) -> None:
             programs[name] = Program(jitted, args, temp_bytes(jitted.compile(*args)))
         compare(programs, rollout.length, repeats)
     usual, _, based, _ = (program.temp for program in programs.values())
-    verdict("memory of plain's, base=16", based / usual, 1 / 2)
+    return verdict("tutorial, n=8, T=400", "memory of plain's, base=16", based / usual, 1 / 2)
 
 
-def recording(hidden: int, lengths: list[int], repeats: int) -> None:
+def recording(hidden: int, lengths: list[int], repeats: int) -> list[Ratio]:
+    ratios: list[Ratio] = []
     each: list[float] = []
     for length in lengths:
         heading(f"Recording {hidden} spikes of each step, n={hidden}, T={length:,}: as multiples of plain's")
@@ -402,11 +391,13 @@ def recording(hidden: int, lengths: list[int], repeats: int) -> None:
         loops: dict[str, Scan] = {"plain": lax.scan, "lowtide": by_lowtide, "nested": nested, "equinox": by_equinox}
         programs = {name: rollout.program(loop) for name, loop in loops.items()}
         taken = compare(programs, length, repeats)
-        verdict("time of plain's", taken["lowtide"] / taken["plain"], 1.3)
+        case = f"recording, n={hidden}, T={length:,}"
+        ratios.append(verdict(case, "time of plain's", taken["lowtide"] / taken["plain"], 1.3))
         each.append(taken["lowtide"] / length)
         if length == lengths[0]:  # apart and once, because it copies all outputs at each of its steps
             compare({"plain": programs["plain"], "brainstate base=16": rollout.program(by_brainstate)}, length, 1)
-    verdict(f"time of a step, T={lengths[-1]:,} to T={lengths[0]:,}", each[-1] / each[0], 1.2)
+    what = f"time of a step, T={lengths[-1]:,} to T={lengths[0]:,}"
+    return [*ratios, verdict("recording", what, each[-1] / each[0], 1.2)]
 
 
 def knobs_of(length: int, least: int) -> list[Knobs]:
@@ -416,7 +407,7 @@ def knobs_of(length: int, least: int) -> list[Knobs]:
     return knobs + [{"checkpoints": count} for count in (5, 20)]
 
 
-def bytes_said_and_compiled(sizes: list[int], lengths: list[int]) -> None:
+def bytes_said_and_compiled(sizes: list[int], lengths: list[int]) -> list[Ratio]:
     heading("Bytes that plans predict, and that XLA compiled beyond what plain holds too")
     print(f"{'n':>4} {'T':>6} {'knob':22} {'predicted':>11} {'compiled':>11} {'apart':>7}  above budget", flush=True)
     worst: dict[str, float] = {}
@@ -446,9 +437,9 @@ def bytes_said_and_compiled(sizes: list[int], lengths: list[int]) -> None:
                 f"{over}{' recording' * recording}",
                 flush=True,
             )
-    for kind, apart in worst.items():
-        verdict(f"compiled apart from predicted, at worst, knob {kind}", apart, 0.2)
-    verdict("compiled above the budget, as a share of 5% and 64 KiB, at worst", beyond, 1.0)
+    judged = [(f"compiled apart from predicted, at worst, knob {kind}", apart, 0.2) for kind, apart in worst.items()]
+    judged.append(("compiled above the budget, as a share of 5% and 64 KiB, at worst", beyond, 1.0))
+    return [verdict("bytes", *each) for each in judged]
 
 
 def endless(hidden: int) -> tuple[Any, Any, Any, jax.Array]:
@@ -466,7 +457,7 @@ def endless(hidden: int) -> tuple[Any, Any, Any, jax.Array]:
     return weights, carry, step, jnp.asarray(rng.integers(CLASSES, size=BATCH))
 
 
-def length_of_rollout(lengths: list[int], budget: str) -> None:
+def length_of_rollout(lengths: list[int], budget: str) -> list[Ratio]:
     heading(f"Length: n=8, no inputs and no outputs, no knob; {lengths[-1]:,} steps with budget={budget}")
     weights, carry, step, labels = endless(8)
 
@@ -491,11 +482,12 @@ def length_of_rollout(lengths: list[int], budget: str) -> None:
         far = f"{away(last()[1], program(lax.scan, length)()[1]):.1e}" if length <= 40_000 else ""
         row = f"{length:>9,} {best:>16.2f} s {format_size(last.temp):>11} {plan.runs_per_step:>10.3f} {far:>9}"
         print(row, flush=True)
-    verdict("trace and compile, longest to shortest", seconds[-1] / seconds[0], 1.5)
+    ratios = [verdict("length", "trace and compile, longest to shortest", seconds[-1] / seconds[0], 1.5)]
     plan = lt.plan_scan(partial(step, weights), carry, None, lengths[-1], budget=budget)
     assert plan.bound is not None
     runs = plan.bill.plain_runs + plan.bill.taping_runs
-    verdict("runs of the proven least", runs / (plan.bound.runs + plan.bill.taping_runs), 1.01)
+    least = plan.bound.runs + plan.bill.taping_runs
+    ratios.append(verdict(f"length, T={lengths[-1]:,}", "runs of the proven least", runs / least, 1.01))
 
     taken: list[float] = []
     found: list[Any] = []
@@ -510,9 +502,10 @@ def length_of_rollout(lengths: list[int], budget: str) -> None:
             f"{format_size(work.temp)}, the loss is {float(found[-1][0]):.6f}",
             flush=True,
         )
-    verdict("time of the nested scan's", taken[0] / taken[1], 1.1)
+    ratios.append(verdict(f"length, T={lengths[-1]:,}", "time of the nested scan's", taken[0] / taken[1], 1.1))
     # So many float32 numbers added up one by one are good to two or three digits.
     print(f"gradients are {away(found[0][1], found[1][1], 0.05):.1e} away from the nested scan's", flush=True)
+    return ratios
 
 
 def on_one_core() -> None:
@@ -520,33 +513,35 @@ def on_one_core() -> None:
     cores = os.sched_getaffinity(0)
     if len(cores) > 1:
         os.sched_setaffinity(0, {max(cores)})
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 PARTS = ("rollouts", "tutorial", "recording", "bytes", "length")
 
 
-def main() -> None:
+def main(arguments: list[str]) -> list[Ratio]:
     parser = argparse.ArgumentParser(description="What a checkpointed rollout in JAX costs.")
     parser.add_argument("--quick", action="store_true", help="8 neurons, 400 steps, few repeats, 40,000 steps at most")
     parser.add_argument("--all-cores", action="store_true", help="let XLA have every core, and read the wall's clock")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="these parts alone")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if not given.all_cores:
         on_one_core()
     sizes, lengths, repeats = ([8], [400], 3) if given.quick else ([256, 8], [400, 4000], 7)
     print(f"jax {jax.__version__}, {len(os.sched_getaffinity(0))} core(s), {jax.devices()[0].device_kind}", flush=True)
+    ratios: list[Ratio] = []
     if "rollouts" in given.only:
-        rollouts(sizes, lengths, repeats)
+        ratios += rollouts(sizes, lengths, repeats)
     if "tutorial" in given.only:
-        tutorial(repeats)
+        ratios.append(tutorial(repeats))
     if "recording" in given.only:
-        recording(256, [100, 200] if given.quick else [800, 1600], repeats)
+        ratios += recording(256, [100, 200] if given.quick else [800, 1600], repeats)
     if "bytes" in given.only:
-        bytes_said_and_compiled(sizes, lengths)
+        ratios += bytes_said_and_compiled(sizes, lengths)
     if "length" in given.only:
-        length_of_rollout([400, 4000, 40_000] if given.quick else [400, 4000, 40_000, 1_000_000], "64MiB")
+        ratios += length_of_rollout([400, 4000, 40_000] if given.quick else [400, 4000, 40_000, 1_000_000], "64MiB")
+    return ratios
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

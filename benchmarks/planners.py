@@ -1,10 +1,13 @@
 """How long planning takes, and what the plans cost, beside checkpoint-schedules and pyrevolve.
 
-Run it with `make bench`. Times are process CPU seconds, best of a few, all in one process; ratios are what counts.
+    python benchmarks/planners.py [--quick]
+
+Times are process CPU seconds, best of a few, all in one process; ratios are what counts.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import tracemalloc
 import warnings
@@ -12,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from time import process_time
 from typing import Any
+
+from ratios import Ratio, command, heading
 
 from lowtide.chain import Chain, StepCost, Working
 from lowtide.plan import Knob, Plan
@@ -34,12 +39,9 @@ def timed(work: Callable[[], Any], repeats: int = 1) -> tuple[float, Any]:
     return best, result
 
 
-def heading(text: str) -> None:
-    print(f"\n{text}\n{'-' * len(text)}", flush=True)
-
-
-def long_rollouts() -> None:
-    heading("A million equal steps: plan, bound, actions")
+def long_rollouts(length: int) -> list[Ratio]:
+    heading(f"{length:,} equal steps: plan, bound, actions")
+    ratios = []
     for memory, state, tape in [
         (60, 1, 5),
         (1000, 1, 10),
@@ -47,21 +49,24 @@ def long_rollouts() -> None:
         (64 * 2**20, 2**16, 320 * 2**10),
         (160 * 2**20, 2**12, 2**22),
     ]:
-        chain = Chain.equal(StepCost(state, tape), 10**6)
+        chain = Chain.equal(StepCost(state, tape), length)
         solver.cache_clear()
         seconds, plan = timed(partial(choose, chain, memory))
         played, bill = timed(partial(simulate, plan))
         assert bill == plan.bill
+        plain = plan.bill.plain_runs
         print(
-            f"M={memory:<9,} a={state:<6,} w={tape:<7,}: {plan.bill.plain_runs:>9,} plain runs "
-            f"({plan.bill.plain_runs / 1e6:.3f} per step), {plan.bill.plain_runs - plan.bound.runs} above the bound; "
+            f"M={memory:<9,} a={state:<6,} w={tape:<7,}: {plain:>9,} plain runs ({plain / length:.3f} per step), "
+            f"{plain - plan.bound.runs} above the bound; "
             f"planned in {seconds:.2f} s, played in {played:.1f} s"
         )
-    revolve = Plan.make(Chain.equal(StepCost(1, 1), 10**6), Knob("checkpoints", 20), Revolve(20))
+        what = f"runs of the proven least, M={memory:,} a={state:,} w={tape:,}"
+        ratios.append(Ratio(what, (plain + length) / (plan.bound.runs + length)))
+    revolve = Plan.make(Chain.equal(StepCost(1, 1), length), Knob("checkpoints", 20), Revolve(20))
     played, bill = timed(partial(simulate, revolve))
     assert bill == revolve.bill
     print(f"checkpoints=20: {bill.plain_runs:,} plain runs; played in {played:.1f} s")
-    plan = choose(Chain.equal(StepCost(1, 1), 10**6), 50)
+    plan = choose(Chain.equal(StepCost(1, 1), length), 50)
     tracemalloc.start()
     solver.cache_clear()
     for _ in plan.actions():
@@ -69,6 +74,7 @@ def long_rollouts() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     print(f"memory while making all actions of M=50, a=w=1: {peak / 2**20:.1f} MiB at most")
+    return ratios
 
 
 def network(length: int, seed: int = 0) -> Chain:
@@ -80,9 +86,9 @@ def network(length: int, seed: int = 0) -> Chain:
     )
 
 
-def unequal_chains() -> None:
+def unequal_chains(lengths: list[int]) -> None:
     heading(f"Unequal steps: exact up to {hetero.EXACT_STEPS}, then {hetero.LEVELS} memory levels")
-    for length in (20, 48, 100, 200):
+    for length in lengths:
         chain = network(length)
         least = hetero.least(chain)
         fronts.cache_clear()  # so that the first budget of a short chain pays for all of them
@@ -95,14 +101,17 @@ def unequal_chains() -> None:
             )
 
 
-def online_lengths() -> None:
+def online_lengths() -> list[Ratio]:
     heading("Unknown length against known length, plain runs")
+    found = []
     for slots in (5, 10, 20, 50):
-        ratios = []
+        ratios = {}
         for length in (20, 100, 500, 1000, 5000):
             runs = Online(slots).bill(Chain.equal(StepCost(1, 1), length)).plain_runs
-            ratios.append(f"{length}: {runs / plain_runs(length, slots):.3f}x")
-        print(f"{slots:>2} slots: {', '.join(ratios)}")
+            ratios[length] = runs / plain_runs(length, slots)
+        print(f"{slots:>2} slots: {', '.join(f'{length}: {ratio:.3f}x' for length, ratio in ratios.items())}")
+        found.append(Ratio(f"plain runs of unknown length by known, {slots} slots, at worst", max(ratios.values())))
+    return found
 
 
 def peer_runs(peer: Any, make: Callable[[int, int], Any], length: int, slots: int) -> int:
@@ -130,15 +139,16 @@ def ours(length: int, slots: int, *, mixed: bool) -> tuple[float, int]:
     return timed(work, repeats=3)
 
 
-def checkpoint_schedules() -> None:
+def checkpoint_schedules(quick: bool) -> list[Ratio]:
     heading("Beside checkpoint-schedules: planning and making every action")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import checkpoint_schedules as peer
     except ImportError:
-        print("not installed here: pip install checkpoint-schedules")
-        return
+        why = "not installed here: pip install checkpoint-schedules"
+        print(why)
+        return [Ratio("time of checkpoint-schedules'", None, why=why)]
     cases: list[tuple[str, int, int, bool, Callable[[int, int], Any]]] = [
         ("Multistage", 10_000, 10, False, lambda n, s: peer.MultistageCheckpointSchedule(n, s, 0)),
         ("Revolve", 300, 20, False, peer.Revolve),
@@ -146,7 +156,8 @@ def checkpoint_schedules() -> None:
         ("Mixed", 1000, 10, True, peer.MixedCheckpointSchedule),
         ("Mixed", 1000, 50, True, peer.MixedCheckpointSchedule),
     ]
-    for name, length, slots, mixed, make in cases:
+    ratios = []
+    for name, length, slots, mixed, make in cases[1:2] if quick else cases:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             theirs, runs = timed(partial(peer_runs, peer, make, length, slots))
@@ -155,32 +166,44 @@ def checkpoint_schedules() -> None:
             f"{name} n={length:,} s={slots}: theirs {runs - length:,} plain runs in {theirs:.3f} s, "
             f"ours {plain:,} in {seconds:.3f} s: {theirs / seconds:,.1f}x faster"
         )
+        what = f"time of checkpoint-schedules', {name} n={length:,} s={slots}"
+        ratios.append(Ratio(what, seconds / theirs))
+    return ratios
 
 
-def pyrevolve() -> None:
+def pyrevolve(quick: bool) -> list[Ratio]:
     heading("Beside pyrevolve (C++): planning and making every action")
     try:
         from pyrevolve.schedulers import Action, CRevolve
     except ImportError:
-        print("not installed here: `make bench` installs it where there is a C++ compiler")
-        return
+        why = "not installed here: `make bench` installs it where there is a C++ compiler"
+        print(why)
+        return [Ratio("time of pyrevolve's", None, why=why)]
 
     def work(length: int, slots: int) -> int:
         operations = CRevolve(slots, length).oplist
         return sum(action.capo - action.old_capo for action in operations if action.type == Action.ADVANCE)
 
-    for length, slots in [(1000, 10), (10_000, 10), (100_000, 20)]:
+    ratios = []
+    for length, slots in [(1000, 10)] if quick else [(1000, 10), (10_000, 10), (100_000, 20)]:
         theirs, runs = timed(partial(work, length, slots), repeats=3)
         seconds, plain = ours(length, slots, mixed=False)
         print(
             f"n={length:,} s={slots}: theirs {runs:,} plain runs in {theirs:.3f} s, "
             f"ours {plain:,} in {seconds:.3f} s: {seconds / theirs:.2f}x their time"
         )
+        ratios.append(Ratio(f"time of pyrevolve's, n={length:,} s={slots}", seconds / theirs))
+    return ratios
+
+
+def main(arguments: list[str]) -> list[Ratio]:
+    parser = argparse.ArgumentParser(description="How long planning takes, and what the plans cost.")
+    parser.add_argument("--quick", action="store_true", help="20,000 steps, short chains, one case of each peer")
+    quick = parser.parse_args(arguments).quick
+    ratios = long_rollouts(20_000 if quick else 10**6)
+    unequal_chains([20] if quick else [20, 48, 100, 200])
+    return [*ratios, *online_lengths(), *checkpoint_schedules(quick), *pyrevolve(quick)]
 
 
 if __name__ == "__main__":
-    long_rollouts()
-    unequal_chains()
-    online_lengths()
-    checkpoint_schedules()
-    pyrevolve()
+    command(main)

@@ -28,12 +28,13 @@ import math
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 import torch
+from ratios import Ratio, command, cpu_in_turns, heading
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -86,35 +87,19 @@ def sines(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def in_turns(works: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """Least CPU seconds of each; every one is run once before."""
-    for work in works:
-        work()
-    best = [math.inf] * len(works)
-    for _ in range(repeats):
-        for k, work in enumerate(works):
-            began = process_time()
-            work()
-            best[k] = min(best[k], process_time() - began)
-    return best
-
-
-def heading(text: str) -> None:
-    print(f"\n{text}\n{'-' * len(text)}", flush=True)
-
-
-def verdict(value: float, limit: float) -> str:
-    return f"limit {limit:g}: {'kept' if value <= limit else 'NOT KEPT'}"
+def verdict(ratio: Ratio) -> str:
+    return f"limit {ratio.limit:g}: {'kept' if ratio.kept else 'NOT KEPT'}"
 
 
 def numbers() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.linspace(0.1, 0.9, 8, requires_grad=True), torch.linspace(0.5, 1.5, 8, requires_grad=True)
 
 
-def cost_of_a_call(repeats: int, limit: float = 0.7) -> None:
+def cost_of_a_call(repeats: int, limit: float = 0.7) -> list[Ratio]:
     heading("A call, forward and backward")
     print(f"{'':<14}{'plain':>9}{'torch':>10}{'lowtide':>10}{'/plain':>9}{'/torch':>9}", flush=True)
     x, a = numbers()
+    ratios = []
 
     def work(call: Call, function: Function, times: int) -> Callable[[], None]:
         def both() -> None:
@@ -124,16 +109,18 @@ def cost_of_a_call(repeats: int, limit: float = 0.7) -> None:
         return both
 
     for name, function, times in (("3 operations", three, 100), ("100 operations", hundred, 10)):
-        seconds = in_turns([work(call, function, times) for call in CALLS.values()], repeats)
+        seconds = cpu_in_turns([work(call, function, times) for call in CALLS.values()], repeats)
         plain, theirs, ours = (each / times * 1e6 for each in seconds)
+        ratios.append(Ratio(f"time of torch's checkpoint's, {name}", ours / theirs, limit))
         print(
             f"{name:<14}{plain:>6.0f} us{theirs:>7.0f} us{ours:>7.0f} us{ours / plain:>9.2f}{ours / theirs:>9.2f}  "
-            f"/torch {verdict(ours / theirs, limit)}",
+            f"/torch {verdict(ratios[-1])}",
             flush=True,
         )
+    return ratios
 
 
-def cost_without_grad(repeats: int, limit: float = 2.5) -> None:
+def cost_without_grad(repeats: int, limit: float = 2.5) -> list[Ratio]:
     heading("A call of 3 operations without grad")
     x, a = numbers()
     times = 300
@@ -151,13 +138,15 @@ def cost_without_grad(repeats: int, limit: float = 2.5) -> None:
             for _ in range(times):
                 three(x, a)
 
-    seconds = in_turns([straight, work(torchs), work(lowtides)], repeats)
+    seconds = cpu_in_turns([straight, work(torchs), work(lowtides)], repeats)
     plain, theirs, ours = (each / times * 1e6 for each in seconds)
+    ratio = Ratio("time of a bare call's without grad, 3 operations", ours / plain, limit)
     print(
         f"bare {plain:.1f} us, torch {theirs:.1f} us ({theirs / plain:.1f}x), lowtide {ours:.1f} us "
-        f"({ours / plain:.1f}x); {verdict(ours / plain, limit)}",
+        f"({ours / plain:.1f}x); {verdict(ratio)}",
         flush=True,
     )
+    return [ratio]
 
 
 def live_calls(call: Call, count: int) -> list[torch.Tensor]:
@@ -185,18 +174,19 @@ def storages() -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in found}
 
 
-def bytes_kept(count: int) -> None:
+def bytes_kept(count: int) -> list[Ratio]:
     heading(f"Kept for a call that waits for its backward, {count:,} of them alive")
     print(f"{'':<10}{'Python':>10}{'storages':>10}{'beyond plain':>14}{'resident, beyond plain':>25}", flush=True)
     resident = {name: child("live", name, count)["growth"] / count for name in CALLS}
-    plain = math.nan
+    plain = kept = math.nan
     for name, call in CALLS.items():
         objects, held = (each / count for each in held_by_python(call, count))
         if name == "plain":
             plain = objects + held
         kept, seen = objects + held - plain, resident[name] - resident["plain"]
-        note = f"  {verdict(kept, KEPT_LIMIT)}" if name == "lowtide" else ""
+        note = f"  limit {KEPT_LIMIT}: {'kept' if kept <= KEPT_LIMIT else 'NOT KEPT'}" if name == "lowtide" else ""
         print(f"{name:<10}{objects:>8.0f} B{held:>8.0f} B{kept:>12.0f} B{seen:>23.0f} B{note}", flush=True)
+    return [Ratio(f"bytes kept for a call that waits, of {KEPT_LIMIT:,}", kept / KEPT_LIMIT, 1.0)]  # Lowtide is last
 
 
 class HeavyModel(nn.Module):
@@ -297,7 +287,7 @@ HEAVY_LIMITS: dict[tuple[str, str], tuple[float, float]] = {
 }
 
 
-def heavy_model(what: str, calls: int, rounds: int) -> None:
+def heavy_model(what: str, calls: int, rounds: int) -> list[Ratio]:
     heading(f"Heavy model, {calls:,} calls of {what}")
     print(f"{'':<28}{'time':>9}{'/plain':>8}{'memory':>12}{'/plain':>8}", flush=True)
     seconds = dict.fromkeys(VARIANTS, math.inf)
@@ -316,36 +306,39 @@ def heavy_model(what: str, calls: int, rounds: int) -> None:
         "lowtide": "lt.checkpoint",
         "loop": "lt.checkpointed_for_loop",
     }
+    ratios = []
     for variant, name in names.items():
         time, memory = seconds[variant] / seconds["plain"], growth[variant] / growth["plain"]
         note = ""
         if (what, variant) in HEAVY_LIMITS:
             longest, most = HEAVY_LIMITS[what, variant]
-            note = f"  time {verdict(time, longest)}; memory {verdict(memory, most)}"
+            ratios.append(Ratio(f"time of the plain heavy model's, {what}, {name}", time, longest))
+            ratios.append(Ratio(f"memory of the plain heavy model's, {what}, {name}", memory, most))
+            note = f"  time {verdict(ratios[-2])}; memory {verdict(ratios[-1])}"
         print(
             f"{name:<28}{seconds[variant] * 1e3:>6.0f} ms{time:>8.2f}{format_size(growth[variant]):>12}{memory:>8.2f}"
             f"{note}",
             flush=True,
         )
+    return ratios
 
 
-def main() -> None:
+def main(arguments: list[str]) -> list[Ratio]:
     parser = argparse.ArgumentParser(description="What a call of lt.checkpoint costs.")
     parser.add_argument("--quick", action="store_true", help="few repeats, a tenth of the calls")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.child:
         what, variant, count, repeats = given.child
         print(json.dumps(in_child(what, variant, int(count), int(repeats))))
-        return
+        return []
     torch.set_num_threads(1)
     repeats, share, rounds = (5, 10, 1) if given.quick else (30, 1, 3)
-    cost_of_a_call(repeats)
-    cost_without_grad(repeats)
-    bytes_kept(10_000 // share)
+    ratios = [*cost_of_a_call(repeats), *cost_without_grad(repeats), *bytes_kept(10_000 // share)]
     for what in (ADDS, SINES):
-        heavy_model(what, 1_000 // share, rounds)
+        ratios += heavy_model(what, 1_000 // share, rounds)
+    return ratios
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

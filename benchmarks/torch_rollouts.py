@@ -27,10 +27,11 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
+from ratios import Ratio, command, cpu_in_turns, heading
 from torch.utils.checkpoint import checkpoint
 
 import lowtide.torch as lt
@@ -119,19 +120,6 @@ def torch_checkpoint(rollout: Rollout, base: int) -> Gradients:
     return rollout.gradients(torch.cat(ys))
 
 
-def in_turns(works: list[Callable[[], Any]], repeats: int) -> list[float]:
-    """Least CPU seconds of each; every one is run once before."""
-    for work in works:
-        work()
-    best = [math.inf] * len(works)
-    for _ in range(repeats):
-        for k, work in enumerate(works):
-            began = process_time()
-            work()
-            best[k] = min(best[k], process_time() - began)
-    return best
-
-
 def peak(work: Callable[[], Any]) -> int:
     with lt.measure.peak() as memory:
         work()
@@ -144,12 +132,9 @@ def same_bits(found: Gradients, expected: Gradients) -> str:
     return "same bits"
 
 
-def heading(text: str) -> None:
-    print(f"\n{text}\n{'-' * len(text)}", flush=True)
-
-
-def eager(sizes: list[int], lengths: list[int], repeats: int) -> None:
+def eager(sizes: list[int], lengths: list[int], repeats: int) -> list[Ratio]:
     heading("Eager, base = round(sqrt(T)): Lowtide")
+    ratios = []
     print(
         f"{'n':>4} {'T':>6} {'/plain':>8} {'extra':>7} {'/torch':>8} {'us/step':>8} {'memory':>8} "
         f"{'reduced':>8}  gradients",
@@ -160,7 +145,7 @@ def eager(sizes: list[int], lengths: list[int], repeats: int) -> None:
             rollout, base = spiking_rollout(hidden, length), round(math.sqrt(length))
             works: list[Callable[[], Any]] = [partial(plain, rollout), partial(forward, rollout)]
             works += [partial(lowtide, rollout, base), partial(torch_checkpoint, rollout, base)]
-            usual, once, ours, theirs = in_turns(works, repeats)
+            usual, once, ours, theirs = cpu_in_turns(works, repeats)
             bits = same_bits(lowtide(rollout, base), plain(rollout))
             usually = peak(works[0])
             share, reduced = peak(works[2]) / usually, peak(partial(lowtide_reduced, rollout, base)) / usually
@@ -170,11 +155,17 @@ def eager(sizes: list[int], lengths: list[int], repeats: int) -> None:
                 f"{beyond:>8.1f} {share:>8.1%} {reduced:>8.1%}  {bits}",
                 flush=True,
             )
+            case = f"n={hidden}, T={length:,}"
+            ratios.append(Ratio(f"time of the plain loop's, {case}", ours / usual))
+            ratios.append(Ratio(f"time of torch's checkpoint's, {case}", ours / theirs))
+            ratios.append(Ratio(f"memory of the plain loop's, {case}", share))
+    return ratios
 
 
-def compiled(sizes: list[int], length: int, repeats: int) -> None:
+def compiled(sizes: list[int], length: int, repeats: int) -> list[Ratio]:
     heading(f"compile=True, T={length}: Lowtide beside the plain eager loop")
     print(f"{'n':>4} {'/plain':>8} {'/compiled':>10} {'warm-up':>9}  gradients", flush=True)
+    ratios = []
     for hidden in sizes:
         rollout, base = spiking_rollout(hidden, length), round(math.sqrt(length))
         began = perf_counter()
@@ -184,8 +175,10 @@ def compiled(sizes: list[int], length: int, repeats: int) -> None:
         bits = same_bits(ours, plain(rollout, step))
         works: list[Callable[[], Any]] = [partial(plain, rollout), partial(plain, rollout, step)]
         works.append(partial(lowtide, rollout, base, compiling=True))
-        usual, plainly, taken = in_turns(works, repeats)
+        usual, plainly, taken = cpu_in_turns(works, repeats)
         print(f"{hidden:>4} {taken / usual:>8.2f} {taken / plainly:>10.2f} {seconds:>7.1f} s  {bits}", flush=True)
+        ratios.append(Ratio(f"time of the plain loop's, n={hidden}, T={length}, compiled", taken / usual))
+    return ratios
 
 
 def resident() -> int:
@@ -214,18 +207,17 @@ def long_rollout(length: int, checkpoints: int = 20) -> None:
     )
 
 
-def main() -> None:
+def main(arguments: list[str]) -> list[Ratio]:
     parser = argparse.ArgumentParser(description="What a checkpointed rollout in PyTorch costs.")
     parser.add_argument("--quick", action="store_true", help="8 neurons, 400 steps, few repeats, 10,000 tiny steps")
     parser.add_argument("--skip-long", action="store_true", help="leave out the million tiny steps")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sizes, lengths, repeats = ([8], [400], 3) if given.quick else ([256, 8], [400, 2000], 7)
     if not given.skip_long:  # first, because a peak of resident memory never comes down again
         long_rollout(10_000 if given.quick else 1_000_000)
-    eager(sizes, lengths, repeats)
-    compiled(sizes, 400, repeats)
+    return [*eager(sizes, lengths, repeats), *compiled(sizes, 400, repeats)]
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from time import process_time
 from typing import Any
 
 import torch
+from ratios import Ratio, command, cpu_in_turns, heading
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -192,25 +192,12 @@ class Network:
             return memory.peak_beyond(results)
 
 
-def in_turns(works: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """Least CPU seconds of each; every one is run once before."""
-    for work in works:
-        work()
-    best = [math.inf] * len(works)
-    for _ in range(repeats):
-        for k, work in enumerate(works):
-            began = process_time()
-            work()
-            best[k] = min(best[k], process_time() - began)
-    return best
-
-
 def forward_seconds(layers: nn.Sequential, x: torch.Tensor, chain: Chain, repeats: int = 5) -> list[float]:
     """For each layer, in the seconds of the chain, whose steps may be several layers each: the name says which."""
     measured = []
     for layer in layers:
         x = x.detach().requires_grad_()
-        measured += in_turns([partial(layer, x)], repeats)
+        measured += cpu_in_turns([partial(layer, x)], repeats)
         x = layer(x)
     scaled: list[float] = []
     for k, name in enumerate(chain.names):
@@ -244,10 +231,6 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return kept[::-1]
 
 
-def heading(text: str) -> None:
-    print(f"\n{text}\n{'-' * len(text)}", flush=True)
-
-
 def verdict(kept: bool) -> str:
     return "kept" if kept else "NOT KEPT"
 
@@ -257,7 +240,7 @@ def same_bits(found: Results, expected: Results) -> None:
     assert all(bool(each.abs().sum()) for each in expected), "a gradient is zero: nothing was compared"
 
 
-def beside_torch(network: Network, least_limit: float, repeats: int, most_points: int) -> None:
+def beside_torch(network: Network, least_limit: float, repeats: int, most_points: int) -> list[Ratio]:
     """The table for one network; `least_limit` is for the extra time at torch's lowest peak."""
     chain = lt.plan_sequential(network.layers, network.x).chain
     forward = forward_seconds(network.layers, network.x, chain)
@@ -280,7 +263,7 @@ def beside_torch(network: Network, least_limit: float, repeats: int, most_points
     ratios: list[float] = []
     papers: list[float] = []
     slower: list[int] = []
-    within = near = True
+    by_torch = used = apart = 0.0
     for point in best:
         try:
             plan = lt.plan_sequential(network.layers, network.x, budget=point.peak)
@@ -290,14 +273,15 @@ def beside_torch(network: Network, least_limit: float, repeats: int, most_points
             continue
         ours = partial(network.lowtides, plan)
         same_bits(ours(), expected)
-        usual, theirs, taken = in_turns([network.plain, partial(network.torchs, point.segments), ours], repeats)
+        usual, theirs, taken = cpu_in_turns([network.plain, partial(network.torchs, point.segments), ours], repeats)
         peak, predicted = network.peak(ours), plan.bill.peak_memory
         paper = plan.bill.seconds - chain.plain_seconds
         ratios.append((taken - usual) / (theirs - usual))
         papers.append(paper / point.extra)
         if taken > theirs:
             slower.append(point.segments)
-        within, near = within and peak <= point.peak, near and abs(predicted / peak - 1) <= 0.1
+        by_torch, used = max(by_torch, taken / theirs), max(used, peak / point.peak)
+        apart = max(apart, abs(predicted / peak - 1))
         print(
             f"{point.segments:>8} {format_size(point.peak):>11} {point.peak / plain_peak:>8.1%} "
             f"{peak / point.peak:>6.1%} {predicted / peak:>9.1%} {theirs / usual - 1:>8.1%} {taken / usual - 1:>8.1%} "
@@ -310,12 +294,19 @@ def beside_torch(network: Network, least_limit: float, repeats: int, most_points
         f"limit {least_limit}: {verdict(ratios[-1] <= least_limit)} (on paper {verdict(papers[-1] <= least_limit)})\n"
         f"no slower than torch at any of its peaks: {verdict(not slower)}"
         f"{f' with {slower} segments' if slower else ''} (on paper {verdict(max(papers) <= 1)})\n"
-        f"measured peak within the budget: {verdict(within)}; prediction within 10% of it: {verdict(near)}",
+        f"measured peak within the budget: {verdict(used <= 1)}; prediction within 10% of it: {verdict(apart <= 0.1)}",
         flush=True,
     )
+    return [
+        Ratio(f"{network.name}: extra time of torch's, at its lowest peak", ratios[-1], least_limit),
+        Ratio(f"{network.name}: the same on paper", papers[-1], least_limit),
+        Ratio(f"{network.name}: time of torch's at any of its peaks, at worst", by_torch, 1.0),
+        Ratio(f"{network.name}: peak of the budget, at worst", used, 1.0),
+        Ratio(f"{network.name}: prediction apart from the peak, at worst", apart, 0.1),
+    ]
 
 
-def uniform(network: Network, repeats: int, limit: float = 0.25) -> None:
+def uniform(network: Network, repeats: int, limit: float = 0.25) -> Ratio:
     """A chain of equal layers with room for 2 sqrt(L) tapes."""
     chain = lt.plan_sequential(network.layers, network.x).chain
     length = len(chain)
@@ -323,7 +314,7 @@ def uniform(network: Network, repeats: int, limit: float = 0.25) -> None:
     plan = lt.plan_sequential(network.layers, network.x, budget=budget)
     ours = partial(network.lowtides, plan)
     same_bits(ours(), network.plain())
-    usual, taken, forward = in_turns([network.plain, ours, lambda: network.layers(network.x)], repeats)
+    usual, taken, forward = cpu_in_turns([network.plain, ours, lambda: network.layers(network.x)], repeats)
     kept = length - len({k for act in plan.actions() if isinstance(act, Advance) for k in range(act.start, act.stop)})
     paper = plan.bill.plain_runs / length * forward / usual
     peak = network.peak(ours)
@@ -333,13 +324,14 @@ def uniform(network: Network, repeats: int, limit: float = 0.25) -> None:
         f"{taken / usual - 1:>9.1%} {verdict(taken / usual - 1 <= limit):>9}",
         flush=True,
     )
+    return Ratio(f"{network.name}: extra time with room for 2 sqrt(L) tapes, of plain's", taken / usual - 1, limit)
 
 
-def main() -> None:
+def main(arguments: list[str]) -> list[Ratio]:
     parser = argparse.ArgumentParser(description="lt.sequential beside torch's checkpoint_sequential.")
     parser.add_argument("--quick", action="store_true", help="small networks, few repeats")
     parser.add_argument("--only", help="only networks with this in their name")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     quick = given.quick
@@ -352,9 +344,10 @@ def main() -> None:
         "48 transformer blocks": (transformer(48, 16, 2, 16) if quick else transformer(), 1.0),
     }
     wanted = (given.only or "").lower()
+    ratios: list[Ratio] = []
     for name, ((layers, x), limit) in made.items():
         if wanted in name.lower():
-            beside_torch(Network.make(name, layers, x), limit, repeats, most_points)
+            ratios += beside_torch(Network.make(name, layers, x), limit, repeats, most_points)
     deep = {f"residual blocks, {length}": length for length in (16, 24, 32, 48)}
     rows = {name: (residual(length, 32, 32) if quick else residual(length)) for name, length in deep.items()}
     chosen = {
@@ -367,8 +360,9 @@ def main() -> None:
             f"{'paper':>7} {'measured':>9}"
         )
     for name, (layers, x) in chosen.items():
-        uniform(Network.make(name, layers, x), repeats)
+        ratios.append(uniform(Network.make(name, layers, x), repeats))
+    return ratios
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -1,0 +1,61 @@
+"""The command line: `lowtide plan`, `report`, `bench` and `demo`, a module each.
+
+Exit codes: 0 for an answer, 1 when no plan fits the budget (the least that works is printed) or a benchmark fails,
+2 for input that cannot be read, 130 when it is stopped with Ctrl-C. Rich and typer are imported here, in `demo` and in
+`report.text` only; install them with `lowtide[report]`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from lowtide import __version__
+from lowtide.cli import bench, demo, plan, report
+from lowtide.errors import BudgetError, LowtideError
+
+__all__ = ["app", "main"]
+
+# \b keeps the lines of what follows as they are.
+EXAMPLE = """\b
+Example:
+  lowtide plan mymodule:make --budget 64MiB --save plan.json
+  lowtide report plan.json --open
+
+Each command has examples: lowtide plan --help"""
+
+app = typer.Typer(name="lowtide", rich_markup_mode=None, epilog=EXAMPLE)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
+app.command("report", epilog=report.EXAMPLE)(report.report_command)
+app.command("bench", epilog=bench.EXAMPLE)(bench.bench_command)
+app.command("demo", epilog=demo.EXAMPLE)(demo.demo_command)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Plan which states to keep and what to run again, so that training fits the memory you have."""
+    if version:
+        typer.echo(f"lowtide {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point; turns Lowtide's own errors into one line and an exit code."""
+    try:
+        app(arguments)
+    except BudgetError as error:
+        sys.exit(_complain(error, 1))
+    except (LowtideError, OSError) as error:
+        sys.exit(_complain(error, 2))
+
+
+def _complain(error: Exception, code: int) -> int:
+    typer.echo(f"lowtide: {error}", err=True)
+    return code

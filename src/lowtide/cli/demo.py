@@ -1,0 +1,34 @@
+"""`lowtide demo`: what a budget buys, shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+EXAMPLE = """\b
+Example:
+  lowtide demo --quick --only torch"""
+
+
+def complete_demo(incomplete: str) -> list[str]:
+    """Names that --only knows."""
+    from lowtide.demo import NAMES
+
+    return [name for name in NAMES if name.startswith(incomplete)]
+
+
+def demo_command(
+    quick: Annotated[bool, typer.Option("--quick", help="Small and short, within a minute.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this example; repeatable.", autocompletion=complete_demo),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where plans, pages and figures are written.")] = Path("demo-output"),
+) -> None:
+    """Show what a budget buys, beside what the usual tools take."""
+    from lowtide.demo import run
+
+    run(Console(), output, quick=quick, only=only or None)

@@ -1,0 +1,146 @@
+"""`lowtide plan`: plan a user's own function, or a chain on paper."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from lowtide.cli.paper import equal_chain, read_chain, read_disk
+from lowtide.cli.report import tell, write_page, wrote
+from lowtide.errors import InputError
+from lowtide.plan import Plan
+from lowtide.planners.choose import choose
+from lowtide.planners.frontier import frontier
+from lowtide.sizes import format_size
+from lowtide.targets import plan_target
+from lowtide.targets.frameworks import FRAMEWORKS
+
+EXAMPLES = """\b
+What MODULE:NAME may name:
+  a function without parameters that returns (step, init, xs) for a loop,
+    (layers, x) for layers, a lowtide.Plan or a lowtide.Chain
+  a step y = f(x), a module for example, with --input and --steps
+  layers, an nn.Sequential for example, with --input
+
+\b
+Examples:
+  lowtide plan mymodule:make --budget 64MiB --report plan.html
+  lowtide plan net.py:net --input 'float32[64,80]' --steps 1000 --budget 25%
+  lowtide plan --steps 1000000 --state 64KiB --tape 320KiB --budget 64MiB
+  lowtide plan --steps 1000000 --state 64KiB --tape 320KiB --sweep"""
+
+
+def complete_framework() -> list[str]:
+    """What --framework can be."""
+    return list(FRAMEWORKS)
+
+
+def plan_command(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="MODULE:NAME", help="Your function: mymodule:make, or path/to/file.py:make."),
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="DTYPE[SHAPE]", help="An input of each step, or of the layers; repeatable."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps, e.g. 1000000.")] = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(help="torch or jax, where it cannot be told.", autocompletion=complete_framework),
+    ] = None,
+    state: Annotated[str | None, typer.Option(help="Bytes of the state between steps, e.g. 64KiB.")] = None,
+    tape: Annotated[str | None, typer.Option(help="Bytes autograd saves for a step, its input included.")] = None,
+    chain: Annotated[
+        Path | None,
+        typer.Option(
+            help='A JSON list of unequal steps instead: [{"state": 4096, "tape": 65536, "forward": 1.5}, ...].'
+        ),
+    ] = None,
+    budget: Annotated[str | None, typer.Option(help='Bytes for snapshots, tape and working set: 64MiB, "25%".')] = None,
+    checkpoints: Annotated[int | None, typer.Option(help="At most so many snapshots, and one step of tape.")] = None,
+    base: Annotated[int | None, typer.Option(help="A snapshot every so many steps.")] = None,
+    working: Annotated[str | None, typer.Option(help="Bytes a step needs while it runs; none by default.")] = None,
+    forward: Annotated[float | None, typer.Option(help="Seconds of a step's forward; 1 if left out.")] = None,
+    backward: Annotated[float | None, typer.Option(help="Seconds of a step's backward; 2 if left out.")] = None,
+    disk_write: Annotated[str | None, typer.Option(help="Let snapshots go to disk: bytes written per second.")] = None,
+    disk_read: Annotated[str | None, typer.Option(help="Bytes read per second; as fast as writing by default.")] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Print the memory-time frontier instead of one plan.")] = False,
+    points: Annotated[int, typer.Option(help="Budgets on the frontier.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the plan's JSON here; `lowtide report` reads it.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the plan's page (HTML) here.")] = None,
+) -> None:
+    """Plan your own function, or a chain on paper.
+
+    Prints what the plan will cost. With no knob (--budget, --checkpoints or --base) it is the least memory that runs no
+    step more than one extra time.
+    """
+    knobs: dict[str, Any] = {"budget": budget, "checkpoints": checkpoints, "base": base}
+    if sweep:
+        _refuse(knobs, "--sweep tries every budget")
+        _refuse({"save": save, "report": report}, "--sweep makes many plans")
+    disk = read_disk(disk_write, disk_read)
+    costs = {"state": state, "tape": tape, "working": working, "forward": forward, "backward": backward}
+    made: Plan | None = None
+    if target is not None:
+        _refuse({**costs, "chain": chain}, f"{target} is measured")
+        own: dict[str, Any] = {"inputs": inputs or (), "steps": steps, "framework": framework}
+        # What the user's code prints goes beside the answer, which may be JSON for another program.
+        with Console(stderr=True).status(f"planning {target}"), redirect_stdout(sys.stderr):
+            made = plan_target(target, **own) if sweep else plan_target(target, **own, **knobs, disk=disk)
+        the_chain = made.chain
+    else:
+        _refuse({"input": inputs or None, "framework": framework}, "there is no MODULE:NAME")
+        if chain is not None:
+            _refuse({"steps": steps, **costs}, "--chain describes every step")
+        the_chain = equal_chain(steps, state, tape, working, forward, backward) if chain is None else read_chain(chain)
+    if sweep:
+        _print_frontier(_with_bar(frontier(the_chain, points, disk), points), as_json)
+        return
+    if made is None:
+        made = choose(the_chain, budget, checkpoints=checkpoints, base=base, disk=disk)
+    typer.echo(made.to_json() if as_json else str(made))
+    if save is not None:
+        save.write_text(made.to_json(), encoding="utf-8")
+        wrote(save)
+    if report is not None:
+        write_page(tell(made, None), report)
+
+
+def _with_bar(plans: Iterable[Plan], points: int) -> list[Plan]:
+    console = Console(stderr=True)
+    return list(track(plans, "planning", points, console=console, transient=True, disable=not console.is_terminal))
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    """Say which options make no sense because of another."""
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if given:
+        raise InputError(f"{why}; leave out {', '.join(given)}")
+
+
+def _print_frontier(plans: list[Plan], as_json: bool) -> None:
+    if as_json:
+        typer.echo("[" + ",\n".join(made.to_json() for made in plans) + "]")
+        return
+    table = Table("budget", "peak", "of plain", "snapshots", "runs/step", "time", title=str(plans[0].chain))
+    for made in plans:
+        bill = made.bill
+        table.add_row(
+            format_size(made.knob.value or 0),
+            format_size(bill.peak_memory),
+            f"{bill.peak_memory / made.chain.plain_tape:.2%}",
+            f"{bill.peak_snapshots:,}",
+            f"{made.runs_per_step:.4g}",
+            f"{made.time_factor:.3f}x",
+        )
+    Console().print(table)

@@ -1,0 +1,102 @@
+"""`lowtide report`: a plan, and what a run of it did cost, as text, as a page and as a figure."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lowtide import report
+from lowtide.errors import InputError
+from lowtide.plan import Plan, Receipt
+from lowtide.report import Story
+from lowtide.report import text as text_report
+from lowtide.report.page import page as report_page
+
+EXAMPLE = """\b
+Example:
+  lowtide plan mymodule:make --budget 64MiB --save plan.json
+  lowtide report plan.json --figure plan.png --open"""
+
+_V = TypeVar("_V")
+
+
+def report_command(
+    plan_file: Annotated[
+        Path, typer.Argument(metavar="PLAN.json", help="What `lowtide plan --save` or plan.to_json() wrote.")
+    ],
+    receipt_file: Annotated[
+        Path | None, typer.Option("--receipt", help="What a run did cost: what receipt.to_json() wrote.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="The page; beside the plan, with .html, if left out.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw a figure too: .png, .svg or .pdf.")] = None,
+    text: Annotated[bool, typer.Option(help="Print the report, or only write the page.")] = True,
+    points: Annotated[int, typer.Option(help="Budgets on the frontier; 0 for the plan alone.")] = 32,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Show a plan as text, as a page and as a figure.
+
+    What it keeps, what it runs again, when memory peaks, what other budgets would cost, and the code to paste. The page
+    is one file of HTML that loads nothing from elsewhere.
+    """
+    plan = _read(plan_file, Plan.from_json, "a plan", "lowtide plan ... --save plan.json")
+    receipt = (
+        None
+        if receipt_file is None
+        else _read(receipt_file, Receipt.from_json, "a receipt", "receipt.to_json() after a run")
+    )
+    page = plan_file.with_suffix(".html") if output is None else output
+    taken = [path for path in (plan_file, receipt_file) if path is not None and path.resolve() == page.resolve()]
+    if taken:
+        raise InputError(f"the page would replace {taken[0]}, which it is made from; give another --output")
+    story = tell(plan, receipt, points)
+    if text:
+        text_report.show(story, Console())
+    write_page(story, page)
+    if figure is not None:
+        from lowtide.report import figures  # matplotlib takes a second to come
+
+        figures.figure(story, figure)
+        wrote(figure)
+    if open_page:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def tell(plan: Plan, receipt: Receipt | None, points: int = 32) -> Story:
+    """Everything that a report shows, with a bar on the terminal while the frontier is planned."""
+    columns = (TextColumn("planning the frontier"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("frontier", total=points)
+        return report.tell(
+            plan,
+            receipt,
+            points=points,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+
+
+def write_page(story: Story, path: Path) -> None:
+    """Write the page, and say so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(report_page(story), encoding="utf-8")
+    wrote(path)
+
+
+def wrote(path: Path) -> None:
+    """Say so, beside what is printed."""
+    typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes)", err=True)
+
+
+def _read(path: Path, reader: Callable[[str], _V], what: str, maker: str) -> _V:
+    try:
+        return reader(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    except ValueError as error:  # Lowtide's own, or bytes that are no text
+        raise InputError(f"{path} is not {what}: {error}; make one with {maker}") from error

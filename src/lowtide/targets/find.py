@@ -1,0 +1,118 @@
+"""Find what `module:name` or `path/to/file.py:name` names, and show what goes wrong in the code that is found."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lowtide.errors import InputError, LowtideError
+
+FORMS = "give module:name or path/to/file.py:name, for example mymodule:make"
+
+
+@contextmanager
+def importable(target: str) -> Iterator[None]:
+    """Let modules beside a target be imported while this lasts: functions may import when they are called."""
+    where, _, _ = target.rpartition(":")
+    folders = [str(Path.cwd()), *([str(Path(where).resolve().parent)] if where.endswith(".py") else [])]
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
+
+
+@contextmanager
+def showing(what: str) -> Iterator[None]:
+    """Say which exception the user's own code raised, and where; Lowtide's own errors pass as they are."""
+    try:
+        yield
+    except LowtideError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{what} failed: {_described(error)}") from error
+
+
+def find(target: str) -> Any:
+    """What `target` names."""
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise InputError(f"{target!r} does not say what to plan; {FORMS}")
+    with showing(f"importing {where}"):
+        module = _file(Path(where)) if where.endswith(".py") else _module(where)
+    found: Any = module
+    holder = where
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise InputError(f"{holder} has no {part!r}; {_others(found, part)}")
+        found = getattr(found, part)
+        holder = f"{holder}{':' if holder == where else '.'}{part}"
+    return found
+
+
+def _module(where: str) -> ModuleType:
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+            raise  # it was found, and imports another one that was not
+        raise InputError(
+            f"there is no module {where!r} in {Path.cwd()}, nor on Python's path; go to the folder that holds it, "
+            f"or give its file: path/to/{where.rpartition('.')[2]}.py:name"
+        ) from error
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InputError(f"there is no file {path} in {Path.cwd()}; {FORMS}")
+    name = f"_target_{path.stem}"  # a name that nothing imports, or `torch.py` would stand in torch's place
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # a .py file has a loader
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up in it
+    spec.loader.exec_module(module)
+    return module
+
+
+def _others(holder: Any, name: str) -> str:
+    names = [each for each in dir(holder) if not each.startswith("_")]
+    near = difflib.get_close_matches(name, names)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    held = getattr(holder, "__dict__", {})  # looked up, not asked for: a property may do anything
+    own = sorted(each for each in names if not isinstance(held.get(each), ModuleType))
+    return f"it has {', '.join(own[:12])}{', ...' if len(own) > 12 else ''}" if own else "it has no names at all"
+
+
+def _described(error: BaseException) -> str:
+    """Type, message and line of an exception; the line is the last one that is no library's."""
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, SyntaxError):  # says itself where
+        return said
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if not _of_a_library(frame.filename)), frames[-1])
+    line = f": {frame.line}" if frame.line else ""
+    return f"{said} ({_short(frame.filename)}, line {frame.lineno}, in {frame.name}{line})"
+
+
+def _of_a_library(file: str) -> bool:
+    paths = sysconfig.get_paths()
+    folders = [str(Path(__file__).parent.parent), *(paths[key] for key in ("stdlib", "purelib", "platlib"))]
+    return file.startswith("<") or any(file.startswith(folder + os.sep) for folder in folders)
+
+
+def _short(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file

@@ -1,0 +1,70 @@
+"""Inputs that are given by their form, "float32[64,80]", and values of that form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.errors import InputError
+
+_FORM = re.compile(r"\s*([a-z][a-z0-9_]*)\s*\[\s*((?:[0-9]+\s*(?:,\s*[0-9]+\s*)*)?)\]\s*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an input is like."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def read(cls, text: str) -> Form:
+        """The form that is written "float32[64,80]", and "float32[]" for a single number."""
+        match = _FORM.fullmatch(text)
+        if match is None:
+            raise InputError(f"--input {text!r} is no dtype[shape]; write it like 'float32[64,80]' or 'int64[32]'")
+        shape = tuple(int(size) for size in match[2].split(",")) if match[2] else ()
+        if 0 in shape:
+            raise InputError(f"--input {text!r} has no numbers in it; give sizes of at least 1")
+        return cls(match[1], shape)
+
+
+def torch_tensors(forms: Sequence[Form]) -> list[Any]:
+    """Normal numbers from a fixed seed, and zeros where numbers are whole."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for form in forms:
+        dtype = getattr(torch, form.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise _unknown(form, "torch", "float32, bfloat16, int64, bool")
+        if dtype.is_floating_point or dtype.is_complex:
+            made.append(torch.randn(form.shape, generator=generator).to(dtype))
+        else:
+            made.append(torch.zeros(form.shape, dtype=dtype))
+    return made
+
+
+def jax_types(forms: Sequence[Form], steps: int | None) -> list[Any]:
+    """Types alone, which is all that planning needs in JAX; with `steps`, along the first axis."""
+    import jax
+    from jax import dtypes
+    from jax import numpy as jnp
+
+    made = []
+    for form in forms:
+        try:
+            dtype = jnp.dtype(form.dtype)
+        except TypeError:
+            raise _unknown(form, "jax", "float32, bfloat16, int32, bool") from None
+        if dtypes.canonicalize_dtype(dtype) != dtype:
+            raise InputError(f"--input {form.dtype}: JAX has it only with JAX_ENABLE_X64=1; set that, or give 32 bits")
+        made.append(jax.ShapeDtypeStruct(form.shape if steps is None else (steps, *form.shape), dtype))
+    return made
+
+
+def _unknown(form: Form, framework: str, some: str) -> InputError:
+    return InputError(f"--input {form.dtype}: {framework} has no such dtype; it has {some} and others")
