@@ -120,38 +120,6 @@ def residual(blocks: int = 48, width: int = 1024, batch: int = 64) -> tuple[nn.S
     return nn.Sequential(*[Residual(width) for _ in range(blocks)]), torch.randn(batch, width)
 
 
-class Moments(lt.measure.Memory):
-    """Keeps every birth and death of a storage, so that results can be told from the rest afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[int, int]] = []  # storage, bytes that came or went
-
-    def see(self, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage."""
-        before = self.now
-        super().see(tensor)
-        if self.now != before:
-            self.events.append((tensor.untyped_storage()._cdata, self.now - before))
-
-    def _died(self, key: int) -> None:
-        before = self.now
-        super()._died(key)
-        self.events.append((key, self.now - before))
-
-    def peak_beyond(self, results: Sequence[torch.Tensor]) -> int:
-        """Most bytes at once without those of `results`, which must be alive still."""
-        keys = {each.untyped_storage()._cdata for each in results}
-        now = peak = 0
-        last_birth = {key: at for at, (key, size) in enumerate(self.events) if size > 0 and key in keys}
-        for at, (key, size) in enumerate(self.events):
-            if key in keys and at >= last_birth.get(key, 0):
-                continue  # a result; an earlier storage at the same address is none
-            now += size
-            peak = max(peak, now)
-        return peak
-
-
 @dataclass
 class Network:
     """A chain of layers, its input, and the gradient that its output gets."""
@@ -186,10 +154,11 @@ class Network:
 
     def peak(self, run: Run) -> int:
         """Most bytes beyond what every way of running holds."""
-        memory = Moments()
-        with lt.measure.watching(memory):
+        with lt.measure.peak() as memory:
             results = run()
-            return memory.peak_beyond(results)
+            beyond = memory.beyond()
+        del results  # alive until here, so that they are no part of it
+        return beyond
 
 
 def forward_seconds(layers: nn.Sequential, x: torch.Tensor, chain: Chain, repeats: int = 5) -> list[float]:

@@ -110,8 +110,8 @@ class Chain:
         steps: what each costs, or one cost for all of them.
         length: how many steps there are.
         names: one for each step, or none; for reports.
-        parameters, gradients: bytes that are held with a plan or without, and that no budget counts; for reports, 0 where
-            they are not known.
+        parameters, gradients: bytes that are held with a plan or without, and that no budget counts; for reports, and 0
+            where they are not known.
     """
 
     steps: tuple[StepCost, ...]

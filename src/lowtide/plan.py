@@ -68,7 +68,8 @@ class Receipt:
         peak_memory: most bytes of tensors made inside and alive at once; 0 if it was not measured.
         peak_disk: most bytes of snapshots on disk at once.
         seconds: wall-clock time.
-        held: bytes still alive at the end: results and gradients, which the plain run holds too and no budget counts.
+        held: what `peak_memory` counts and no budget does, because the plain run holds it too: outputs, gradients, and
+            whatever was still alive at the end.
         curve: most bytes alive in each of so many equal shares of the time; empty if they were not followed.
     """
 
@@ -95,7 +96,7 @@ class Receipt:
 
     def __str__(self) -> str:
         runs = f"{self.plain_runs:,} plain, {self.taping_runs:,} taping, {self.backward_runs:,} backward"
-        held = f" ({format_size(self.held)} still held at the end)" if self.held else ""
+        held = f" ({format_size(self.held)} of it results and gradients)" if self.held else ""
         return "\n".join(
             [
                 f"runs    {runs}, {self.probe_runs:,} to measure",

@@ -66,7 +66,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["plan", "--steps", "9", "--state", "10000000TiB", "--tape", "10000000TiB"], "state=.*too large"),
         (["plan", "--chain", "x.json", "--forward", "2"], "--chain describes every step"),
-        (["demo", "--steps", "0"], "steps=0 is too small"),
+        (["demo", "--only", "nothing"], "there is no example 'nothing'; there are paper, torch, jax"),
         ([*MILLION, "--disk-read", "1GB"], "--disk-read needs --disk-write"),
         ([*MILLION, "--disk-write", "1GB"], "disk goes with budget="),
         ([*MILLION, "--sweep", "--base", "4"], "--sweep tries every budget"),
@@ -147,17 +147,17 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = run(capsys, "demo", "--output", str(tmp_path), "--steps", "200000")
+    code, out, _ = run(capsys, "demo", "--quick", "--only", "paper", "--output", str(tmp_path))
     assert code == 0
-    assert "every action was legal, and the bill is the one predicted" in " ".join(out.split())
-    plan = Plan.from_json((tmp_path / "rollout.json").read_text())
-    assert len(plan.chain) == 200_000
+    assert "every one was legal, and the bill is the one predicted" in " ".join(out.split())
+    plan = Plan.from_json((tmp_path / "paper.json").read_text())
+    assert len(plan.chain) == 20_000
 
 
 def test_demo_into_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "taken"
     path.write_text("")
-    code, _, err = run(capsys, "demo", "--output", str(path), "--steps", "100")
+    code, _, err = run(capsys, "demo", "--output", str(path), "--only", "paper")
     assert code == 2
     assert "taken" in err
 

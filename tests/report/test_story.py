@@ -135,14 +135,21 @@ def test_the_code_to_paste_has_the_knob(knobs: dict[str, int | str], given: str)
         compile(code, name, "exec")
 
 
-@pytest.mark.parametrize(
-    ("knobs", "given"),
-    [({"budget": 9_000}, ", budget=9000"), ({"base": 3}, ", plan=plan"), ({}, "")],
-)
+@pytest.mark.parametrize(("knobs", "given"), [({"budget": 9_000}, ", budget=9000"), ({}, "")])
 def test_the_code_for_layers(knobs: dict[str, int], given: str) -> None:
     found = dict(snippets(choose(LAYERS, **knobs)))  # type: ignore[arg-type]  # the values fit their names
     assert list(found) == ["PyTorch", "JAX", "plan file"]
     assert f"y = lt.sequential(layers, x{given})" in found["PyTorch"]
+    for name, code in found.items():
+        compile(code, name, "exec")
+
+
+def test_layers_planned_for_another_knob_take_the_plan_itself() -> None:
+    found = dict(snippets(choose(LAYERS, base=3)))
+    assert list(found) == ["PyTorch", "JAX"]
+    for code in found.values():
+        assert "plan = Plan.from_json" in code
+        assert code.endswith("y = lt.sequential(layers, x, plan=plan)")
 
 
 # The story
@@ -209,9 +216,14 @@ def test_a_receipt_is_measured_beyond_what_is_held_anyway() -> None:
     assert mine.time_factor == pytest.approx(plan.time_factor)
     assert other == Mark("torch", 99, 1.5)
     assert "and a measured one of 19.04 KiB" in story.verdict
+    assert story.measuring == (
+        "Measured: 20.02 KiB at most, 1,000 B of it results and gradients, which no budget counts."
+    )
     over = tell(plan, Receipt(peak_memory=30_000), points=0)
     assert not over.fits
     assert over.verdict.startswith("Does not fit: ")
+    assert over.measuring.startswith("Measured: 29.3 KiB at most. That is above the budget though less was predicted")
+    assert tell(plan, points=0).measuring == ""
     assert over.measured[0].time_factor == plan.time_factor  # no runs were counted
     assert tell(plan, Receipt(), points=0).measured == ()
     assert measured_peak(None) is None

@@ -302,7 +302,7 @@ def test_json_and_text_are_those_of_the_receipt() -> None:
     first, second, third = str(receipt).splitlines()
     assert first == f"runs    {plain_runs(LENGTH, 2)} plain, 20 taping, 20 backward, 0 to measure"
     assert second.startswith("peak    ")
-    assert second.endswith(f" of memory ({format_size(receipt.held)} still held at the end), 0 B of disk")
+    assert second.endswith(f" of memory ({format_size(receipt.held)} of it results and gradients), 0 B of disk")
     assert third.startswith("time    ")
 
 

@@ -73,7 +73,7 @@ def choose(
 
 
 def has_rooms(plan: Plan) -> bool:
-    """Whether `choose` made it with rooms, as far as a plan tells: a knob of bytes, and slots or a base for an answer."""
+    """Whether `choose` made it with rooms, as far as a plan tells: asked for bytes, it says slots or a base."""
     return plan.chain.is_equal and plan.knob.name in ("budget", "none") and isinstance(plan.schedule, Revolve | Base)
 
 

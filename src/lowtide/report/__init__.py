@@ -50,4 +50,5 @@ def figure(
     """
     from lowtide.report import figures  # matplotlib is wanted by nobody who writes pages only
 
+    figures.check_path(path)  # before the wait
     return figures.figure(tell(plan, receipt, measured=measured, points=points), path)

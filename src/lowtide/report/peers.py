@@ -49,7 +49,8 @@ def _choices(chain: Chain) -> Iterator[tuple[str, Schedule, str]]:
             yield f"{SNAPSHOTS} snapshots", Revolve(SNAPSHOTS), "the binomial schedule of Revolve and its heirs"
         return
     yield "checkpoint on every layer", Sweep((1,) * length), "torch.utils.checkpoint around each layer"
-    cuts = {segments: equal_count(length, segments) for segments in range(2, length)}
+    counts = range(2, length, max(1, length // 50))  # of very many, some
+    cuts = {segments: equal_count(length, segments) for segments in {*counts, root} if segments < length}
     lowest = min(cuts, key=lambda segments: _cost(chain, cuts[segments])[0], default=0)
     for segments in sorted({2, root, lowest} & cuts.keys()):
         yield f"{segments} segments by count", cuts[segments], "torch.utils.checkpoint.checkpoint_sequential"

@@ -14,10 +14,16 @@ from lowtide.report.peers import Mark, peers
 from lowtide.report.playing import played
 from lowtide.report.rows import Row, rows
 from lowtide.report.timeline import Timeline
+from lowtide.report.words import budget_of
 from lowtide.sizes import format_size
 
 # A plan of more runs has its point on the frontier, but nobody waits for its picture unless it is the plan itself.
 MOST_RUNS_DRAWN = 4_000_000
+
+OTHER_CODE = (
+    "That is above the budget though less was predicted: a recording counts every tensor that is made inside it, a "
+    "loss's and other code's too. Record the checkpointed call and its backward alone to compare."
+)
 
 Progress = Callable[[int, int], object]
 
@@ -46,7 +52,7 @@ class Story:
     Attributes:
         views: the plan among plans for other budgets, the smallest first.
         chosen: which of the views is the plan.
-        least: the least budget that works.
+        least: the least budget that works; 0 where no other budget was planned.
         frontier: every budget that was planned, those that are not drawn among them, as points.
         peers: the plain run, and what the usual tools would do.
         measured: what was measured.
@@ -68,8 +74,8 @@ class Story:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak, and the measured one if there is one, keep the budget."""
-        budget = self.plan.knob.value if self.plan.knob.name == "budget" else None
+        """Whether the predicted peak keeps the budget, and the measured one too, if there is one."""
+        budget = budget_of(self.plan)
         if budget is None:
             return True
         return self.plan.bill.peak_memory <= budget and (measured_peak(self.receipt) or 0) <= budget
@@ -77,19 +83,31 @@ class Story:
     @property
     def verdict(self) -> str:
         """That, in a sentence with numbers."""
-        plan = self.plan
-        measured = measured_peak(self.receipt)
-        peak = f"a predicted peak of {format_size(plan.bill.peak_memory)}"
+        budget, measured = budget_of(self.plan), measured_peak(self.receipt)
+        peak = f"a predicted peak of {format_size(self.plan.bill.peak_memory)}"
         if measured is not None:
             peak += f" and a measured one of {format_size(measured)}"
-        if plan.knob.name == "budget" and plan.knob.value is not None:
-            kept = "Fits" if self.fits else "Does not fit"
-            return f"{kept}: {peak}, with a budget of {format_size(plan.knob.value)}."
-        return f"Takes {peak}; no budget was named."
+        if budget is None:
+            return f"Takes {peak}; no budget was named."
+        kept = "Fits" if self.fits else "Does not fit"
+        return f"{kept}: {peak}, with a budget of {format_size(budget)}."
+
+    @property
+    def measuring(self) -> str:
+        """How the measured peak is to be read; empty if there is none."""
+        measured, budget = measured_peak(self.receipt), budget_of(self.plan)
+        if self.receipt is None or measured is None:
+            return ""
+        told = f"Measured: {format_size(self.receipt.peak_memory)} at most"
+        if self.receipt.held:
+            told += f", {format_size(self.receipt.held)} of it results and gradients, which no budget counts"
+        if budget is not None and measured > budget >= self.plan.bill.peak_memory:
+            return f"{told}. {OTHER_CODE}"
+        return f"{told}."
 
 
 def measured_peak(receipt: Receipt | None) -> int | None:
-    """Bytes at the worst moment beyond what was still held at the end, which is what a budget counts."""
+    """Bytes at the worst moment beyond what the plain run holds too, which is what a budget counts."""
     if receipt is None or not receipt.peak_memory:
         return None
     return max(0, receipt.peak_memory - receipt.held)
@@ -130,16 +148,16 @@ def tell(
             views.append(_view(other))
     if progress is not None:
         progress(total, total)
-    views.sort(key=lambda view: (view.plan.knob.value if view.plan.knob.name == "budget" else 0) or _peak(view.plan))
+    views.sort(key=lambda view: budget_of(view.plan) or view.plan.bill.peak_memory)
     marks.sort(key=lambda mark: (mark.peak, -mark.time_factor))
     return Story(
         plan=plan,
         receipt=taken,
         views=tuple(views),
         chosen=next(k for k, view in enumerate(views) if view.plan is plan),
-        least=least_budget(chain, plan.schedule.disk, rooms=rooms),
+        least=least_budget(chain, plan.schedule.disk, rooms=rooms) if points else 0,
         frontier=tuple(marks),
-        peers=peers(chain),
+        peers=peers(chain) if points else (),
         measured=(*_measured(plan, taken), *measured),
     )
 
@@ -147,10 +165,6 @@ def tell(
 def _view(plan: Plan) -> View:
     timeline = played(plan)
     return View(plan, timeline, rows(plan, timeline.tally))
-
-
-def _peak(plan: Plan) -> int:
-    return plan.bill.peak_memory
 
 
 def _mark(plan: Plan) -> Mark:

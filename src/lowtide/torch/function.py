@@ -36,6 +36,7 @@ class _Loop(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         plain = [leaf for leaf, flag in zip(results, flags, strict=True) if isinstance(leaf, torch.Tensor) and not flag]
         ctx.mark_non_differentiable(*plain)
+        recording.leave_out(results)
         box += results
         return tuple(leaf for leaf in results if isinstance(leaf, torch.Tensor))
 
@@ -45,9 +46,12 @@ class _Loop(torch.autograd.Function):
         placed: list[torch.Tensor | None] = [None] * ctx.total
         for place, grad in zip(ctx.tensor_places, grads, strict=True):
             placed[place] = grad
+        recording.leave_out(grads)
         if torch.is_grad_enabled():
             return (None, None, *_differentiable(ctx.engine, tensors, placed))
-        return (None, None, *ctx.engine.backward(placed))
+        found = ctx.engine.backward(placed)
+        recording.leave_out(found)
+        return (None, None, *found)
 
 
 def _differentiable(

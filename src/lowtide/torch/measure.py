@@ -12,6 +12,7 @@ existed before does not count, nor what dies of it.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lowtide.torch.lifetimes import Lifetimes
 from lowtide.torch.memory_curve import Curve
 
 
@@ -31,7 +33,9 @@ class Memory:
         self.now = 0
         self.peak = 0
         self._curve = curve
-        self._alive: dict[int, int] = {}
+        self._lives = Lifetimes()
+        self._turn = threading.RLock()  # storages die in any thread
+        self._on_gpus = 0
         self._gpus = [_Gpu(k) for k in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
 
     def see(self, tensor: torch.Tensor) -> None:
@@ -40,36 +44,55 @@ class Memory:
         if storage is None or tensor.device.type not in ("cpu", "meta"):
             return  # another device's allocator counts for itself
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._alive:
-            self._alive[key] = 0
-            weakref.finalize(storage, self._died, key).atexit = False
-        self.now += size - self._alive[key]  # it may have grown
-        self._alive[key] = size
-        self.peak = max(self.peak, self.now)
+        with self._turn:
+            if key not in self._lives:
+                self._lives.begin(key)
+                weakref.finalize(storage, self._died, key).atexit = False
+            self.now += self._lives.resize(key, size)  # it may have grown
+            self.peak = max(self.peak, self.now)
+            self._lives.level(self.now)
         if self._curve is not None:
             self._curve.see(self.now)
 
     def _died(self, key: int) -> None:
-        self.now -= self._alive.pop(key, 0)
+        with self._turn:
+            self.now -= self._lives.end(key)
         if self._curve is not None:
             self._curve.see(self.now)
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Do not count the tensor's storage in `beyond`, neither now nor in the past."""
+        storage = _storage(tensor)
+        if storage is not None:
+            self._lives.leave_out(storage._cdata)
+
+    def beyond(self) -> int:
+        """The most bytes at once without what was left out, and without what is alive now: results, when all is done.
+
+        On a GPU nothing is left out.
+        """
+        with self._turn:
+            return self._lives.most() + self._on_gpus
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is among those counted and alive."""
         storage = _storage(tensor)
-        return storage is not None and storage._cdata in self._alive
+        return storage is not None and storage._cdata in self._lives
 
     def alive(self) -> set[int]:
         """Which storages are counted and alive."""
-        return set(self._alive)
+        return set(self._lives)
 
     def restart_peak(self) -> None:
         """Forget the worst moment so far."""
         self.peak = self.now
+        with self._turn:
+            self._lives.restart(self.now)
 
     def _close(self) -> None:
         self.now += sum(gpu.now() for gpu in self._gpus)
-        self.peak += sum(gpu.peak() for gpu in self._gpus)
+        self._on_gpus = sum(gpu.peak() for gpu in self._gpus)
+        self.peak += self._on_gpus
 
 
 class _Gpu:

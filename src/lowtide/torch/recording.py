@@ -9,9 +9,12 @@ print(receipt)
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
+
+import torch
 
 from lowtide.plan import Receipt
 from lowtide.torch import measure
@@ -38,10 +41,10 @@ class Recording:
 
     @property
     def held(self) -> int:
-        """Bytes of those tensors that are alive now, or were when the block ended: results and gradients by then."""
+        """What `peak_memory` counts and no budget does: outputs of loops, gradients, what is still alive at the end."""
         if self._ended is not None:
             return self._ended.held
-        return 0 if self._memory is None else self._memory.now
+        return 0 if self._memory is None else self._memory.peak - self._memory.beyond()
 
     @property
     def curve(self) -> tuple[int, ...]:
@@ -118,6 +121,15 @@ def count(*, plain: int = 0, taping: int = 0, backward: int = 0, probe: int = 0)
         recording.taping_runs += taping
         recording.backward_runs += backward
         recording.probe_runs += probe
+
+
+def leave_out(tensors: Iterable[Any]) -> None:
+    """Tell every receipt that is open of tensors that the plain run holds too, so that no budget counts them."""
+    for recording in _open:
+        if recording._memory is not None:
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor):
+                    recording._memory.leave_out(tensor)
 
 
 class _Thread(threading.local):

@@ -30,6 +30,7 @@ from lowtide.report.rows import Row
 from lowtide.report.snippets import snippets
 from lowtide.report.story import HasReceipt, Progress, Story, View, measured_peak, tell
 from lowtide.report.timeline import Raster, Timeline
+from lowtide.report.words import budget_of
 from lowtide.sizes import format_size
 
 TICKS = 100_000  # times in the data are whole ticks, so many for the whole
@@ -121,7 +122,7 @@ def data(story: Story) -> dict[str, Any]:
         },
         "plain": {"memory": chain.plain_tape, "seconds": chain.plain_seconds},
         "knob": str(plan.knob),
-        "budget": _budget(plan),
+        "budget": budget_of(plan),
         "least": story.least,
         "chosen": story.chosen,
         "fits": story.fits,
@@ -129,7 +130,7 @@ def data(story: Story) -> dict[str, Any]:
         "frontier": [_mark(mark) for mark in story.frontier],
         "peers": [_mark(mark) for mark in story.peers],
         "measured": [_mark(mark) for mark in story.measured],
-        "receipt": None if story.receipt is None else _receipt(story.receipt),
+        "receipt": None if story.receipt is None else _receipt(story.receipt, story.measuring),
         "columns": [column._asdict() for column in _COLUMNS],
         "views": [_view(view, own=k == story.chosen) for k, view in enumerate(story.views)],
     }
@@ -145,15 +146,11 @@ def _versions() -> list[list[str]]:
     return found
 
 
-def _budget(plan: Plan) -> int | None:
-    return plan.knob.value if plan.knob.name == "budget" else None
-
-
 def _mark(mark: Mark) -> dict[str, Any]:
     return {"name": mark.name, "peak": mark.peak, "factor": mark.time_factor, "note": mark.note}
 
 
-def _receipt(receipt: Receipt) -> dict[str, Any]:
+def _receipt(receipt: Receipt, measuring: str) -> dict[str, Any]:
     lines = [line.split(maxsplit=1) for line in str(receipt).splitlines()]
     peak = measured_peak(receipt)
     return {
@@ -161,13 +158,14 @@ def _receipt(receipt: Receipt) -> dict[str, Any]:
         "held": receipt.held,
         "curve": receipt.curve,
         "text": None if peak is None else format_size(peak),
+        "measuring": measuring,
         "lines": lines,
     }
 
 
 def _view(view: View, *, own: bool) -> dict[str, Any]:
     plan, bill = view.plan, view.plan.bill
-    budget = _budget(plan)
+    budget = budget_of(plan)
     return {
         "name": str(plan.knob),
         "budget": budget,

@@ -1,0 +1,71 @@
+"""`index.html`: every result, with links to the pages and pictures. One file, no scripts, nothing fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import groupby
+from pathlib import Path
+
+from lowtide import __version__
+from lowtide.demo.contest import Row
+from lowtide.demo.tables import HEADINGS, MEANING, cells
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6875; --line: #d8dee5; --back: #fff; --ours: #eaf3fb; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6ebf0; --soft: #9aa7b4; --line: #36414d; --back: #14191f; --ours: #1b2b3a; }
+}
+body { margin: 0 auto; max-width: 62rem; padding: 1.5rem; background: var(--back); color: var(--ink);
+  font: 1rem/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 0; }
+p { color: var(--soft); margin: .3rem 0 .8rem; } a { color: inherit; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
+tr.ours { background: var(--ours); font-weight: 600; }
+img { width: min(100%, 36rem); height: auto; border: 1px solid var(--line); border-radius: .4rem; background: #fff; }
+"""
+
+
+def write(
+    rows: Sequence[Row], titles: Mapping[str, tuple[str, str]], files: Mapping[str, Sequence[Path]], path: Path
+) -> Path:
+    """Write it: for each example its title and note, its rows, and the files that it has beside `path`."""
+    parts = [
+        _example(*titles[example], list(group), files[example])
+        for example, group in groupby(rows, key=lambda row: row.example)
+    ]
+    path.write_text(
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Lowtide: the demo</title><style>{_STYLE}</style></head><body>\n"
+        f"<h1>Lowtide {escape(__version__)}: the demo</h1>\n"
+        "<p>Each example plain, with the usual tool, and with Lowtide. In the last column:<br>"
+        f"{'<br>'.join(map(escape, MEANING.splitlines()))}</p>\n" + "\n".join(parts) + "\n</body></html>\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def _example(title: str, note: str, rows: Sequence[Row], files: Sequence[Path]) -> str:
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS[1:])
+    body = "\n".join(_row(row) for row in rows)
+    links = [f'<a href="{escape(file.name)}">{escape(file.name)}</a>' for file in files]
+    alt = escape(f"{title}: the plan")
+    pictures = [
+        f'<a href="{escape(file.name)}"><img src="{escape(file.name)}" alt="{alt}"></a>'
+        for file in files
+        if file.suffix == ".png"
+    ]
+    return (
+        f"<h2>{escape(title)}</h2><p>{escape(note)}</p>\n"
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>\n'
+        f"<p>{' · '.join(links)}</p>{''.join(pictures)}"
+    )
+
+
+def _row(row: Row) -> str:
+    kind = ' class="ours"' if row.tool.startswith("Lowtide") else ""
+    return f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(row)[1:])}</tr>"

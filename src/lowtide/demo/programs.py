@@ -1,0 +1,21 @@
+"""Contestants in JAX: compiled programs, with the bytes that XLA sets aside beside arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from lowtide.demo.contest import Contestant
+
+NOTE = "Peak: what XLA sets aside beside arguments and results. Time: wall clock, after compiling."
+
+
+def contestant(gradients: Callable[..., Any], *args: Any) -> Contestant:
+    """The function of these arguments, compiled."""
+    program = jax.jit(gradients).lower(*args).compile()
+    memory: Any = program.memory_analysis()
+    return Contestant(
+        lambda: jax.tree.leaves(jax.block_until_ready(program(*args))), lambda: int(memory.temp_size_in_bytes)
+    )

@@ -1,0 +1,46 @@
+"""Measures a contest: gradients, bytes, then time, the contestants taking turns so that all meet the same noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from lowtide.demo.contest import Contest, Row
+from lowtide.demo.equality import equality
+
+
+def pieces(contest: Contest) -> int:
+    """How often `measure` says what it is doing."""
+    return len(contest.contestants) * (3 + contest.repeats)
+
+
+def measure(example: str, contest: Contest, say: Callable[[str], None]) -> list[Row]:
+    """A row for each contestant; `say` is told of every piece of work before it begins."""
+    ready, gradients, peaks = {}, {}, {}
+    for tool, make in contest.contestants.items():
+        say(f"{tool}: getting ready")
+        ready[tool] = make()
+        say(f"{tool}: gradients")
+        gradients[tool] = ready[tool].run()
+        say(f"{tool}: memory")
+        peaks[tool] = ready[tool].peak()
+    seconds = dict.fromkeys(ready, math.inf)
+    for turn in range(1, contest.repeats + 1):
+        for tool, contestant in ready.items():
+            say(f"{tool}: time, turn {turn} of {contest.repeats}")
+            began = contest.clock()
+            contestant.run()
+            seconds[tool] = min(seconds[tool], contest.clock() - began)
+    plain = next(iter(ready))
+    return [
+        Row(
+            example,
+            tool,
+            peaks[tool],
+            peaks[plain],
+            seconds[tool],
+            seconds[tool] / seconds[plain],
+            "" if tool == plain else equality(gradients[tool], gradients[plain], exact=contest.exact),
+        )
+        for tool in ready
+    ]

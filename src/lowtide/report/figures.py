@@ -1,0 +1,324 @@
+"""The report as a figure for papers: the frontier, the schedule, and memory over time, with matplotlib.
+
+Drawn with matplotlib's objects alone, so that nobody's pyplot state is touched and no window opens. Legends stand
+beside their panels: whatever the names and numbers are, no label lies on another.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lowtide.actions import Tier
+from lowtide.errors import InputError
+from lowtide.report.picture import GRADIENTS, KINDS, PARAMETERS, PARTS, TIERS, cells, parts_of, size_ticks
+from lowtide.report.words import budget_of, clean, cut, measured_name, times_of
+from lowtide.sizes import format_size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from lowtide.plan import Plan
+    from lowtide.report.story import Story
+    from lowtide.report.timeline import Raster
+
+SUFFIXES = (".png", ".svg", ".pdf")
+_DPI = 200
+_MARKERS = "sD^v<>pPX*hdH8"
+_FAR = 50  # times the least time: what takes longer is not drawn
+_MOST_MARKS = 10  # in a legend
+_MOST_NAMES = 24  # along an axis
+_PLAN = "#d7191c"
+_STYLE: dict[Any, Any] = {
+    "font.size": 8.0,
+    "axes.titlesize": 9.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.fontsize": 7.0,
+    "legend.frameon": False,
+    "text.usetex": False,  # names hold what TeX would take for its own
+    "pdf.fonttype": 42,  # type 3 fonts are refused by some journals
+    "svg.hashsalt": "lowtide",  # the same figure is the same file
+}
+
+
+def figure(story: Story, path: str | os.PathLike[str] | None = None) -> Figure:
+    """The report's three panels; with a `path` ending in .png, .svg or .pdf they are saved there too.
+
+    Raises:
+        InputError: another suffix, or matplotlib is not installed.
+    """
+    check_path(path)
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError('figures need matplotlib; install it with pip install "lowtide[report]"') from error
+    with rc_context(_STYLE):
+        made = Figure(figsize=(7.2, 7.6), layout="constrained")
+        frontier, schedule, memory = made.subplots(3, 1, height_ratios=(1.0, 1.15, 1.0))
+        frontier_axes(frontier, story)
+        schedule_axes(schedule, story)
+        memory_axes(memory, story)
+        made.align_ylabels()
+        if path is not None:
+            suffix = Path(path).suffix.lower()
+            undated = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
+            made.savefig(path, format=suffix[1:], dpi=_DPI, metadata=undated.get(suffix))
+    return made
+
+
+def check_path(path: str | os.PathLike[str] | None) -> None:
+    """Refuse a name that does not say in which form to save."""
+    if path is not None and Path(path).suffix.lower() not in SUFFIXES:
+        raise InputError(
+            f"path={os.fspath(path)!r}: a figure is saved as {', '.join(SUFFIXES)}; end the name in one of them"
+        )
+
+
+def frontier_axes(axes: Axes, story: Story) -> None:
+    """Draw what every budget buys: peak memory against time, the plan, the usual tools and measurements marked."""
+    best = _best(story)
+    axes.plot(*zip(*best, strict=True), ".-", color="#7f7f7f", ms=3, lw=1, label="frontier")
+    _marks(axes, story)
+    plan = story.plan
+    label = f"this plan: {format_size(plan.bill.peak_memory)}, {times_of(plan.time_factor)}"
+    axes.plot([plan.bill.peak_memory], [plan.time_factor], "o", color=_PLAN, ms=7, label=label, zorder=5)
+    points = [*best, (plan.bill.peak_memory, plan.time_factor)]
+    points += [(mark.peak, mark.time_factor) for mark in (*story.peers, *story.measured)]
+    _size_axis(axes, story.least, [peak for peak, _ in points])
+    _factor_axis(axes, [factor for _, factor in points], [factor for _, factor in points[len(best) :]])
+    axes.axvspan(
+        axes.get_xlim()[0],
+        story.least,
+        color="#000000",
+        alpha=0.08,
+        lw=0,
+        label=f"below {format_size(story.least)}: no plan",
+    )
+    axes.minorticks_off()
+    axes.set(xlabel="peak memory", ylabel="time / plain loop", title="What each budget buys")
+    _legend(axes)
+
+
+def schedule_axes(axes: Axes, story: Story) -> None:
+    """Draw which step runs when, and which snapshots are stored meanwhile."""
+    plan, timeline = story.plan, story.view.timeline
+    length, span = plan.chain.length, _span(plan)
+    if timeline.raster is not None:
+        _draw_raster(axes, story, timeline.raster, span)
+    else:
+        _draw_runs(axes, story, span)
+    axes.set_xlim(0, span)
+    axes.set_ylim(-0.03 * length, 1.03 * length)  # so that state 0 does not lie on the edge
+    _name_steps(axes, plan)
+    axes.set(xlabel=_time_label(plan), title="Schedule")
+    _legend(axes)
+
+
+def memory_axes(axes: Axes, story: Story) -> None:
+    """Draw memory over time: what it holds, where it peaks and why, the budget and the measured curve."""
+    plan, timeline = story.plan, story.view.timeline
+    scale = _span(plan) / timeline.seconds
+    times = [second * scale for moment in timeline.memory for second in (moment.start, moment.stop)]
+    parts = np.repeat(np.array([parts_of(moment) for moment in timeline.memory], dtype=float).T, 2, axis=1)
+    held = [(ink, part) for ink, part in zip(PARTS, parts, strict=True) if part.any()]
+    if held:
+        inks = [ink for ink, _ in held]
+        axes.stackplot(
+            times,
+            [part for _, part in held],
+            colors=[ink.colour for ink in inks],
+            labels=[ink.name for ink in inks],
+            lw=0,
+        )
+    top = timeline.worst.total
+    if story.receipt is not None and story.receipt.curve:
+        curve = story.receipt.curve
+        staying = f", of which {format_size(story.receipt.held)} stay" if story.receipt.held else ""
+        label = f"measured, at most {format_size(max(curve))}{staying}"
+        axes.stairs(
+            curve, np.linspace(0, _span(plan), len(curve) + 1), color="#000000", lw=1, label=label, baseline=None
+        )
+        top = max(top, *curve)
+    budget = budget_of(plan)
+    if budget is not None:
+        axes.axhline(budget, color=_PLAN, ls="--", lw=1, label=f"budget {format_size(budget)}")
+        # A budget far above the peak would press the picture flat; its number is in the legend.
+        top = max(top, budget) if budget < 2 * top else top
+    bottom = _held_anyway(axes, plan, top)
+    _mark_peak(axes, story, scale)
+    axes.set_xlim(0, _span(plan))
+    axes.set_ylim(-bottom, 1.12 * top)
+    ticks = [0, *size_ticks(top)]
+    axes.set_yticks(ticks, [format_size(tick) for tick in ticks])
+    axes.set(xlabel=_time_label(plan), ylabel="memory", title="Memory over time")
+    _legend(axes)
+
+
+def _best(story: Story) -> list[tuple[int, float]]:
+    """Peak and time of those plans that no other beats in both."""
+    found: list[tuple[int, float]] = []
+    for peak, factor in sorted((mark.peak, mark.time_factor) for mark in story.frontier):
+        if not found or factor < found[-1][1]:
+            found.append((peak, factor))
+    return found
+
+
+def _size_axis(axes: Axes, least: int, peaks: list[int]) -> None:
+    """Powers of two along x, at most six of them named."""
+    low, high = max(min(least, *peaks), 1) / 1.5, max(peaks) * 1.25
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low, high)
+    lowest, highest = math.ceil(math.log2(low)), math.floor(math.log2(high))
+    ticks = [2**power for power in range(lowest, highest + 1, max(1, -(-(highest - lowest) // 5)))]
+    if highest - lowest < 3:  # a narrow axis has room for those between
+        between = [3 * 2**power // 2 for power in range(max(lowest, 1) - 1, highest + 1)]
+        ticks = sorted({*ticks, *(tick for tick in between if low <= tick <= high)})
+    axes.set_xticks(ticks, [format_size(tick) for tick in ticks])
+
+
+def _factor_axis(axes: Axes, factors: list[float], marked: list[float]) -> None:
+    """Multiples of the plain loop's time along y, by their logarithm where they are far apart.
+
+    The least memory may take 100,000 times as long; there the curve leaves the panel, and what is marked stays in it.
+    """
+    axes.margins(y=0.08)
+    low, high = min(factors), max(factors)
+    if 0 < 4 * low < high:
+        axes.set_yscale("log")
+        if high > _FAR * low:
+            high = max(_FAR * low, 1.3 * max(marked))
+            axes.set_ylim(low / 1.3, high)
+        digits = (1, 2, 5) if high < 200 * low else (1,)
+        ticks = [digit * 10**power for power in range(9) for digit in digits if low <= digit * 10**power <= high]
+        axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+
+
+def _marks(axes: Axes, story: Story) -> None:
+    """The points of the usual tools (hollow) and of measurements (filled)."""
+    marks = [(mark, mark.name, "none") for mark in story.peers]
+    marks += [(mark, measured_name(mark), "#000000") for mark in story.measured]
+    for place, (mark, name, fill) in enumerate(marks):
+        axes.plot(
+            [mark.peak],
+            [mark.time_factor],
+            _MARKERS[place % len(_MARKERS)],
+            color="#000000",
+            mfc=fill,
+            mew=0.8,
+            ms=5,
+            zorder=6,  # above the plan's own dot, which is larger
+            label=_safe(name, 60) if place < _MOST_MARKS else None,
+        )
+    if len(marks) > _MOST_MARKS:
+        axes.plot([], [], ls="none", label=f"and {len(marks) - _MOST_MARKS:,} more")
+
+
+def _draw_runs(axes: Axes, story: Story, span: float) -> None:
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    timeline = story.view.timeline
+    scale = span / timeline.seconds
+    for kind, ink in KINDS.items():
+        boxes = [
+            [(x, run.step), (x, run.step + 1), (end, run.step + 1), (end, run.step)]
+            for run in timeline.runs or ()
+            if run.kind == kind
+            for x, end in [(run.start * scale, run.stop * scale)]
+        ]
+        if boxes:
+            axes.add_collection(
+                PolyCollection(boxes, facecolor=ink.colour, edgecolor=ink.colour, lw=0.7, label=ink.name)
+            )
+    for tier, ink in TIERS.items():
+        lives = [
+            [(life.start * scale, life.step), (life.stop * scale, life.step)]
+            for life in timeline.stored or ()
+            if life.tier is tier
+        ]
+        if lives:
+            axes.add_collection(LineCollection(lives, color=ink.colour, lw=0.9, label=ink.name, zorder=0.9))
+
+
+def _draw_raster(axes: Axes, story: Story, raster: Raster, span: float) -> None:
+    from matplotlib.patches import Rectangle
+
+    length = story.plan.chain.length
+    picture = cells(story.view.timeline, length, raster.columns, raster.rows)
+    axes.imshow(picture.image(), extent=(0, span, 0, length), aspect="auto", interpolation="nearest")
+    inks = [ink for kind, ink in KINDS.items() if picture.share[kind].any()]
+    inks += [TIERS[tier] for tier, part in ((Tier.MEMORY, picture.memory), (Tier.DISK, picture.disk)) if part.any()]
+    for ink in inks:
+        axes.add_patch(Rectangle((0, 0), 0, 0, color=ink.colour, label=ink.name, lw=0))  # for the legend
+
+
+def _mark_peak(axes: Axes, story: Story, scale: float) -> None:
+    """A mark at the peak; what it is made of stands in the legend, where nothing covers it."""
+    from matplotlib.markers import CARETDOWN  # its tip is at the point
+
+    worst = story.view.timeline.worst
+    label = _safe(f"peak {format_size(worst.total)}: {worst.what}", 70)
+    at = (worst.start + worst.stop) / 2 * scale
+    axes.plot([at], [worst.total], marker=CARETDOWN, color="#000000", ms=6, ls="none", label=label, zorder=5)
+
+
+def _held_anyway(axes: Axes, plan: Plan, top: int) -> float:
+    """Parameters and gradients below 0, where no budget counts them; cut off where they would press the rest flat."""
+    depth = 0
+    for ink, size in ((PARAMETERS, plan.chain.parameters), (GRADIENTS, plan.chain.gradients)):
+        if size:
+            label = f"{ink.name} {format_size(size)}, in no budget"
+            axes.axhspan(-depth - size, -depth, color=ink.colour, lw=0, label=label)
+            depth += size
+    return min(depth, 0.3 * top)
+
+
+def _name_steps(axes: Axes, plan: Plan) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    chain = plan.chain
+    if chain.names and chain.length <= 4 * _MOST_NAMES:
+        every = -(-chain.length // _MOST_NAMES)
+        shown = range(0, chain.length, every)
+        axes.set_yticks([k + 0.5 for k in shown], [_safe(chain.name(k), 20) for k in shown], fontsize=6)
+        for label in axes.get_yticklabels():
+            label.set_parse_math(False)
+        axes.tick_params(axis="y", length=0)
+        return
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    axes.set_ylabel("step")
+
+
+def _span(plan: Plan) -> float:
+    """The length of the time axis: in plain loops, where these take time."""
+    return plan.time_factor
+
+
+def _time_label(plan: Plan) -> str:
+    return "predicted time / plain loop" if plan.chain.plain_seconds else "predicted time, as a share of the whole"
+
+
+def _legend(axes: Axes) -> None:
+    """A legend on the right of the panel, with every name as it is written."""
+    legend = axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), borderaxespad=0, handlelength=1.4)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+        text.set_text("\n".join(textwrap.wrap(text.get_text(), 32, max_lines=3, placeholder=" ...")))
+
+
+def _safe(name: str, most: int) -> str:
+    """The name as the figure's own font can write it; what it has no glyph for becomes a question mark."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    known: dict[int, Any] = get_font(findfont(FontProperties())).get_charmap()
+    return "".join(letter if ord(letter) in known else "?" for letter in cut(clean(name), most))

@@ -1,0 +1,186 @@
+// Memory against time: every view, the usual tools' choices, what was measured, and what cannot work.
+
+function showFrontier(data, index, select) {
+  const host = byId('frontier');
+  const marks = [
+    ...data.peers.map((mark) => ({ ...mark, kind: 'peer' })),
+    ...data.measured.map((mark) => ({ ...mark, kind: 'run' })),
+  ];
+  const map = frontierMap(data, marks, host.clientWidth);
+  const [first, last] = [data.views[0], data.views.at(-1)];
+  const svg = chart(map.width, map.height, `Frontier of ${data.views.length} plans, from ${first.text.peak} at ${first.text.factor} to `
+    + `${last.text.peak} at ${last.text.factor} the plain loop's time${data.least > 0 ? `; no plan works below ${formatSize(data.least)}` : ''}. `
+    + 'The list of marks follows.', { class: 'frontier' });
+  drawSea(svg, data, map);
+  drawLimits(svg, data, data.views[index], map);
+  drawLine(svg, data, index, map);
+  drawMarks(svg, data, marks, index, map);
+  followPointer(svg, data, marks, map, select);
+  host.replaceChildren(svg);
+
+  const { beyond } = map;
+  byId('frontier-note').textContent = beyond.length === 0 ? ''
+    : `Above the scale: ${beyond.map((m) => `${digits(m.factor)}x in ${formatSize(m.peak)}`).slice(0, 3).join(', ')}${beyond.length > 3 ? ' and more' : ''}.`;
+  byId('marks').replaceChildren(...marks.map((mark, k) => {
+    const icon = draw('svg', { viewBox: '0 0 16 16', width: 16, height: 16, 'aria-hidden': 'true' },
+      draw('path', { d: shapeOf(mark.kind, 8, 8), class: `mark ${mark.kind}` }));
+    return make('li', {}, make('span', { class: 'number' }, String(k + 1)), icon, named('b', mark.name, 60),
+      make('span', { class: 'figures' }, `${formatSize(mark.peak)} · ${formatNumber(mark.factor)}x`),
+      mark.note ? named('span', mark.note, 120, { class: 'muted' }) : null);
+  }));
+}
+
+// Where bytes and time factors lie in the chart. `place` finds a point, a view or a mark; neither scale has a zero.
+function frontierMap(data, marks, width) {
+  const height = width < 560 ? 320 : 400;
+  const box = { left: 52, right: width - 16, top: 24, bottom: height - 46 };
+  // Plans on the frontier whose pictures would be too much to draw are points of the line, but no views.
+  const points = [...data.frontier, ...marks];
+  const memories = [data.least, ...points.map((m) => m.peak)].filter((m) => m > 0);
+  const factors = [1, ...points.map((m) => m.factor)].filter((f) => f > 0);
+  const wide = Math.max(...memories) / Math.min(...memories);
+  const low = Math.min(...memories) / Math.max(1.25, wide ** 0.12);
+  const high = Math.max(...memories) * Math.max(1.15, wide ** 0.08);
+  // A plan in the very least memory may take a thousand times as long: such dots go to the upper edge, with an arrow.
+  const cap = 3 * Math.max(4, data.views[data.chosen].factor, ...marks.map((m) => m.factor));
+  const most = Math.min(cap, Math.max(...factors));
+  const least = Math.min(...factors);
+  const isLog = most > 5 * least;
+  const spread = most - least || 0.2;
+  const [floor, ceiling] = isLog ? [least * 0.88, most * 1.3] : [least - 0.12 * spread, most + 0.15 * spread];
+  const x = logarithmic(low, high, box.left, box.right);
+  const y = (isLog ? logarithmic : linear)(floor, ceiling, box.bottom, box.top);
+  return {
+    width, height, box, x, y, low, high, floor, ceiling, isLog,
+    beyond: data.frontier.filter((m) => m.factor > ceiling),
+    shown: data.frontier.filter((m) => m.factor <= ceiling),
+    place: ({ peak, factor }) => [x(Math.max(peak, low)), within(y(Math.max(factor, floor)), box.top + 8, box.bottom)],
+    trace: (line) => line.map((m, k) => `${k ? 'L' : 'M'}${x(m.peak).toFixed(1)} ${y(m.factor).toFixed(1)}`).join(''),
+  };
+}
+
+// What lies under the line, and the axes.
+function drawSea(svg, data, { width, box, x, y, low, high, floor, ceiling, isLog, shown, trace }) {
+  const frame = { x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top };
+  svg.append(draw('defs', {},
+    draw('clipPath', { id: 'inside' }, draw('rect', frame)),
+    draw('pattern', { id: 'hatch', width: 7, height: 7, patternUnits: 'userSpaceOnUse', patternTransform: 'rotate(45)' },
+      draw('line', { x1: 0, y1: 0, x2: 0, y2: 7, class: 'hatch' })),
+    draw('linearGradient', { id: 'sea', x1: 0, y1: 0, x2: 0, y2: 1 },
+      draw('stop', { offset: '0', class: 'sea-top' }), draw('stop', { offset: '1', class: 'sea-floor' }))));
+  svg.append(draw('path', { d: `${trace(shown)}V${box.bottom}H${x(shown[0].peak)}Z`, fill: 'url(#sea)' }));
+  const sizes = sizeTicks(low, high, width / 95);
+  svg.append(axes(box, {
+    x, y,
+    xTicks: sizes.ticks, yTicks: factorTicks(floor, ceiling, 5, isLog),
+    xText: sizes.text, yText: (tick) => `${digits(tick)}x`,
+    xTitle: 'peak memory (log scale)', yTitle: `time, as a multiple of plain${isLog ? ' (log scale)' : ''}`,
+  }));
+}
+
+// Below the least budget nothing works; the budget shown is a line. The least is 0 where no other budget was planned.
+function drawLimits(svg, data, view, { box, x, high }) {
+  if (data.least > 0) {
+    const edge = x(data.least);
+    svg.append(draw('rect', { x: box.left, y: box.top, width: Math.max(0, edge - box.left), height: box.bottom - box.top, fill: 'url(#hatch)' }));
+    svg.append(draw('line', { x1: edge, x2: edge, y1: box.top, y2: box.bottom, class: 'least' }));
+    svg.append(draw('text', edge - box.left < 150
+      ? { class: 'least-text', transform: `translate(${edge - 7} ${box.bottom - 8}) rotate(-90)` }
+      : { class: 'least-text', x: edge - 8, y: box.bottom - 10, 'text-anchor': 'end' }, `no plan works below ${formatSize(data.least)}`));
+  }
+  if (view.budget === null) return;
+  const isBeyond = view.budget > high;
+  const place = Math.min(box.right, x(view.budget));
+  if (!isBeyond) svg.append(draw('line', { x1: place, x2: place, y1: box.top, y2: box.bottom, class: 'budget' }));
+  svg.append(draw('text', place > (box.left + box.right) / 2
+    ? { x: place - 6, y: box.top + 10, 'text-anchor': 'end', class: 'budget-text' }
+    : { x: place + 6, y: box.top + 10, class: 'budget-text' }, `budget ${view.text.budget}${isBeyond ? ' →' : ''}`));
+}
+
+function drawLine(svg, data, index, { box, x, beyond, shown, place, trace }) {
+  const guess = trace([...beyond.slice(-1), ...shown.slice(0, 1)]);
+  svg.append(draw('path', { d: guess, class: 'frontier-line guess', 'clip-path': 'url(#inside)' }));
+  svg.append(draw('path', { d: trace(shown), class: 'frontier-line' }));
+  const circle = (point, r, kind) => {
+    const [cx, cy] = place(point);
+    svg.append(draw('circle', { cx, cy, r, class: kind }));
+  };
+  for (const point of data.frontier) circle(point, 2.5, 'bead');
+  data.views.forEach((view, k) => circle(view, k === index ? 7 : 4, `dot${k === index ? ' chosen' : ''}${view.own ? ' own' : ''}`));
+  for (const point of beyond) svg.append(draw('text', { x: x(point.peak) + 7, y: box.top + 13, class: 'label' }, '↑'));
+  circle(data.views[data.chosen], 11, 'own-ring');
+}
+
+// The marks and their labels, which keep off the dots, the line, each other and the words at the limits.
+function drawMarks(svg, data, marks, index, { width, box, x, y, place }) {
+  const around = ([px, py], by) => [px - by, py - by, px + by, py + by];
+  const taken = [...data.views.map((view) => around(place(view), 7)), ...marks.map((mark) => around(place(mark), 8))];
+  const line = data.frontier;
+  for (let k = 1; k < line.length; k += 1) {
+    for (const t of [0, 0.25, 0.5, 0.75]) {
+      const part = (from, to) => from + t * (to - from);
+      taken.push(around([part(x(line[k - 1].peak), x(line[k].peak)), part(y(line[k - 1].factor), y(line[k].factor))], 3));
+    }
+  }
+  if (data.least > 0) taken.push([x(data.least) - 22, box.bottom - 210, x(data.least), box.bottom]);
+  const { budget } = data.views[index];
+  if (budget !== null) taken.push([x(budget) - 160, box.top - 4, x(budget) + 160, box.top + 14], [x(budget) - 2, box.top, x(budget) + 2, box.bottom]);
+  placeLabel(svg, box, taken, place(data.views[data.chosen]), 'the plan', 'the plan', 'label own');
+  marks.forEach((mark, k) => {
+    svg.append(draw('path', { d: shapeOf(mark.kind, ...place(mark)), class: `mark ${mark.kind}` }));
+    placeLabel(svg, box, taken, place(mark), width < 560 ? null : `${k + 1} · ${cut(mark.name, 26)}`, String(k + 1), `label ${mark.kind}`);
+  });
+}
+
+// What is near the pointer is told; a view that is clicked is shown.
+function followPointer(svg, data, marks, { place }, select) {
+  const points = [...data.views, ...marks].map(place);
+  const nearest = (event) => {
+    const [px, py] = placeIn(svg, event);
+    const far = (point) => Math.hypot(point[0] - px, point[1] - py);
+    const best = points.reduce((found, point, k) => (far(point) < far(points[found]) ? k : found), 0);
+    return far(points[best]) < 26 ? best : null;
+  };
+  const isView = (found) => found !== null && found < data.views.length;
+  svg.addEventListener('pointermove', (event) => {
+    const found = nearest(event);
+    svg.classList.toggle('pointing', isView(found));
+    if (found === null) return hush();
+    const view = data.views[found];
+    const mark = marks[found - data.views.length];
+    return tell(isView(found)
+      ? [view.name + (view.own ? ' (the plan)' : ''), `peak ${view.text.peak}, time ${view.text.factor}`, `${view.text.runsPerStep} runs per step`]
+      : [mark.name, `${formatSize(mark.peak)}, ${formatNumber(mark.factor)}x the plain loop's time`, mark.note].filter(Boolean),
+    event.clientX, event.clientY);
+  });
+  svg.addEventListener('pointerleave', hush);
+  svg.addEventListener('click', (event) => {
+    const found = nearest(event);
+    if (isView(found)) select(found);
+  });
+}
+
+const shapeOf = (kind, x, y) => (kind === 'peer'
+  ? `M${x} ${y - 6}L${x + 6} ${y}L${x} ${y + 6}L${x - 6} ${y}Z`
+  : `M${x - 5} ${y - 5}L${x + 5} ${y + 5}M${x + 5} ${y - 5}L${x - 5} ${y + 5}`);
+
+// Writes the label where it hides nothing: the long form if there is room, else the short one, further out if need be.
+function placeLabel(svg, box, taken, [x, y], long, short, kind) {
+  for (const text of [long, short]) {
+    if (text === null) continue;
+    const [w, h] = [textWidth(text), 14];
+    for (const away of text === long ? [11, 22, 36] : [11, 20, 32, 48, 66]) {
+      for (const [dx, dy] of [[1, -0.5], [-1, -0.5], [1, 0.9], [-1, 0.9], [0, -1], [0, 1], [1, 0], [-1, 0], [0.5, -1.4], [-0.5, -1.4], [0.5, 1.4], [-0.5, 1.4]]) {
+        const cx = x + dx * away + (dx === 0 ? 0 : Math.sign(dx) * (w / 2));
+        const cy = y + dy * (away + 3);
+        const spot = [cx - w / 2 - 2, cy - h / 2, cx + w / 2 + 2, cy + h / 2];
+        const inside = spot[0] >= box.left && spot[2] <= box.right + 12 && spot[1] >= box.top - 4 && spot[3] <= box.bottom - 1;
+        if (!inside || taken.some((other) => spot[0] < other[2] && spot[2] > other[0] && spot[1] < other[3] && spot[3] > other[1])) continue;
+        if (away > 22) svg.append(draw('line', { x1: x, y1: y, x2: within(x, spot[0], spot[2]), y2: within(y, spot[1], spot[3]), class: 'leader' }));
+        svg.append(draw('text', { x: cx, y: cy + 4, 'text-anchor': 'middle', class: kind }, text));
+        taken.push(spot);
+        return;
+      }
+    }
+  }
+}

@@ -1,0 +1,67 @@
+// The verdict: does it fit, and what does it cost. The texts were written in Python and are shown as they are.
+
+function showVerdict(data, view) {
+  const { text } = view;
+  const budget = view.budget;
+  const measured = measuredPeak(data);
+  const fits = view.own ? data.fits : budget === null || view.peak <= budget;
+  const word = budget === null ? `Takes ${text.peak}` : fits ? 'Fits' : 'Does not fit';
+  const tested = (tag, name, shown, attributes = {}) => make(tag, { 'data-test': name, ...attributes }, shown);
+
+  const head = make('div', { class: 'headline' },
+    make('p', { class: 'eyebrow' }, view.own ? 'The plan' : 'Another budget, not the plan'),
+    tested('h2', 'verdict', word, { id: 'verdict-word', class: `${fits ? 'fits' : 'fails'}${word.length > 6 ? ' words' : ''}` }),
+    make('p', { class: 'sum' },
+      'Peak ', tested('b', 'peak', text.peak), ' of memory, ', tested('b', 'share', text.share), '. ',
+      'Budget ', tested('b', 'budget', text.budget), '.'));
+
+  const bar = gauge(data, view, measured);
+  const tile = (name, label, shown, note) => make('div', { class: 'tile' },
+    make('dt', {}, label), tested('dd', name, shown, { class: shown.length > 14 ? 'words' : 'figure' }), make('dd', { class: 'muted' }, note));
+  const tiles = make('dl', { class: 'tiles' },
+    tile('factor', 'time', text.factor, "the plain loop's, predicted"),
+    tile('runs-per-step', 'runs per step', text.runsPerStep, 'forward; the plain loop makes 1'),
+    tile('snapshots', 'snapshots', text.snapshots, 'at most at once'),
+    tile('runs', 'forward runs', text.runs, 'plain ones keep no tape'),
+    view.disk > 0 ? tile('disk', 'disk', text.disk, 'of snapshots at most') : null);
+
+  const table = (title, lines) => make('div', { class: 'bill' }, make('h3', {}, title),
+    make('dl', {}, ...lines.map(([label, line]) => make('div', {}, make('dt', {}, label), named('dd', line, 240)))));
+  const bills = make('div', { class: data.receipt === null ? 'bills alone' : 'bills' }, table('The bill, predicted', view.lines),
+    data.receipt === null ? null : table(view.own ? 'The receipt, measured' : "The receipt of the plan's own run", data.receipt.lines));
+  const versions = data.versions.map(([name, version]) => `${name} ${version}`).join(' · ');
+  byId('verdict').replaceChildren(head, bar, tiles, bills,
+    make('p', { class: 'note', 'data-test': 'versions' }, `Planner ${view.planner}. Lowtide ${data.lowtide}${versions && ' · '}${versions}`));
+}
+
+// What was measured beyond what is still held at the end, which is what a budget counts; null if nothing was.
+function measuredPeak({ receipt }) {
+  return receipt === null || receipt.peak === 0 ? null : Math.max(0, receipt.peak - receipt.held);
+}
+
+// Predicted and measured peak as bars against the budget.
+function gauge(data, view, measured) {
+  const most = Math.max(view.peak, view.budget ?? 0, view.own ? measured ?? 0 : 0) * 1.04;
+  const share = (bytes) => `${within((100 * bytes) / most, 0, 100)}%`;
+  const row = (label, bytes, shown, kind) => {
+    const level = make('i', { class: `level ${kind}` });
+    level.style.width = share(bytes);
+    return make('div', { class: `row ${kind}` }, make('span', { class: 'what' }, label), make('span', { class: 'track' }, level),
+      make('b', kind.startsWith('measured') ? { 'data-test': 'measured' } : {}, shown));
+  };
+  const rows = [row('predicted', view.peak, view.text.peak, view.budget !== null && view.peak > view.budget ? 'predicted over' : 'predicted')];
+  if (measured !== null) {
+    const over = view.own && view.budget !== null && measured > view.budget;
+    rows.push(row('measured', measured, data.receipt.text, `measured${over ? ' over' : ''}${view.own ? '' : ' dim'}`));
+  }
+  const bars = make('div', { class: 'bars' }, ...rows);
+  if (view.budget !== null) {
+    const line = make('i', { class: 'limit' }, make('span', {}, `budget ${view.text.budget}`));
+    line.style.left = share(view.budget);
+    bars.append(make('div', { class: 'over-tracks', 'aria-hidden': 'true' }, line));
+  }
+  const told = measured === null
+    ? (data.receipt === null ? 'Nothing was measured: hand over a receipt to see it here.' : 'The receipt counts runs; it holds no bytes.')
+    : `${data.receipt.measuring}${view.own ? '' : ' It belongs to the plan, not to the budget shown.'}`;
+  return make('div', { class: 'gauge', role: 'group', 'aria-label': 'Peak against the budget' }, bars, make('p', { class: 'note' }, told));
+}
