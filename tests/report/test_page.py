@@ -151,7 +151,10 @@ def test_the_receipt_is_shown_beside_the_plan_only(browser: Browser, rollout: Pa
     peak = choose(ROLLOUT, "80KiB").bill.peak_memory
     with visit(browser, rollout) as seen:
         assert seen.text("measured") == format_size(peak - peak // 8)
-        assert f"{format_size(peak // 8)} of it results and gradients, which no budget counts." in seen.page.locator("#verdict").inner_text()
+        assert (
+            f"{format_size(peak // 8)} of it results and gradients, which no budget counts."
+            in seen.page.locator("#verdict").inner_text()
+        )
         assert seen.find("curve").get_attribute("class") == "curve"
         assert {"parameters", "gradients"} <= set(seen.page.locator("#memory-legend").inner_text().split())
         seen.show(0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -153,7 +153,7 @@ def watching(memory: Memory) -> Iterator[None]:
         yield
 
 
-def storage_bytes(tensors: list[torch.Tensor]) -> int:
+def storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of the storages behind the tensors, each counted once."""
     storages = [_storage(tensor) for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages if storage is not None}.values())
