@@ -70,7 +70,8 @@ class Receipt:
         seconds: wall-clock time.
         held: what `peak_memory` counts and no budget does, because the plain run holds it too: outputs, gradients, and
             whatever was still alive at the end.
-        curve: most bytes alive in each of so many equal shares of the time; empty if they were not followed.
+        curve: most bytes alive in each of so many equal shares of the time, without what `held` counts; empty if they
+            were not followed.
     """
 
     plain_runs: int = 0

@@ -28,7 +28,9 @@ def test_it_is_what_looking_at_every_moment_gives(data: st.DataObject) -> None:
                 left_out.add(other)
                 lives.leave_out(other)
             else:
-                assert lives.end(other) == sizes.pop(other)
+                size, born = lives.end(other)
+                assert size == sizes.pop(other)
+                assert (born is not None) == (other in left_out)
                 lives.level(sum(sizes.values()))
                 moments.append(dict(sizes))
     assert set(lives) == set(sizes)
@@ -40,7 +42,7 @@ def test_it_is_what_looking_at_every_moment_gives(data: st.DataObject) -> None:
 def test_what_is_not_known_has_no_bytes() -> None:
     lives = Lifetimes()
     lives.leave_out(7)
-    assert lives.end(7) == 0
+    assert lives.end(7) == (0, None)
     assert lives.most() == 0
 
 

@@ -143,8 +143,7 @@ def memory_axes(axes: Axes, story: Story) -> None:
     top = timeline.worst.total
     if story.receipt is not None and story.receipt.curve:
         curve = story.receipt.curve
-        staying = f", of which {format_size(story.receipt.held)} stay" if story.receipt.held else ""
-        label = f"measured, at most {format_size(max(curve))}{staying}"
+        label = f"measured, at most {format_size(max(curve))}"
         axes.stairs(
             curve, np.linspace(0, _span(plan), len(curve) + 1), color="#000000", lw=1, label=label, baseline=None
         )

@@ -9,14 +9,16 @@ That is exact, and takes as much memory as there are living storages.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import perf_counter
 
 
 class _Span:
     """From the making of a storage to that of the next one that still lives."""
 
-    __slots__ = ("after", "before", "left_out", "most", "size")
+    __slots__ = ("after", "before", "born", "left_out", "most", "size")
 
     def __init__(self) -> None:
+        self.born = perf_counter()
         self.before: _Span | None = None
         self.after: _Span | None = None
         self.size = 0
@@ -39,6 +41,10 @@ class Lifetimes:
     def __iter__(self) -> Iterator[int]:
         return iter(list(self._spans))
 
+    def living(self) -> list[tuple[float, int]]:
+        """Since when each storage lives, by `perf_counter`, and its bytes."""
+        return [(span.born, span.size) for span in self._spans.values()]
+
     def begin(self, key: int) -> None:
         """A storage is made."""
         # A collection of garbage, in which storages die, can only come with an allocation: before anything is linked.
@@ -53,11 +59,11 @@ class Lifetimes:
         span.size = size
         return more
 
-    def end(self, key: int) -> int:
-        """A storage dies; gives the bytes that it had, 0 if it is not known."""
+    def end(self, key: int) -> tuple[int, float | None]:
+        """A storage dies; gives the bytes that it had, 0 if it is not known, and since when, if it was left out."""
         span = self._spans.pop(key, None)
         if span is None:
-            return 0
+            return 0, None
         if span.left_out:
             later: _Span | None = span
             while later is not None:
@@ -71,7 +77,7 @@ class Lifetimes:
             self._last = before
         else:
             span.after.before = before
-        return span.size
+        return span.size, span.born if span.left_out else None
 
     def leave_out(self, key: int) -> None:
         """Do not count this storage in `most`, not even for the time that is past."""

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -56,9 +57,12 @@ class Memory:
 
     def _died(self, key: int) -> None:
         with self._turn:
-            self.now -= self._lives.end(key)
+            size, born = self._lives.end(key)
+            self.now -= size
         if self._curve is not None:
             self._curve.see(self.now)
+            if born is not None:
+                self._curve.leave_out(born, perf_counter(), size)
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Do not count the tensor's storage in `beyond`, neither now nor in the past."""
@@ -73,6 +77,14 @@ class Memory:
         """
         with self._turn:
             return self._lives.most() + self._on_gpus
+
+    def curve_beyond(self) -> tuple[int, ...]:
+        """The same over time, in shares; empty without a curve."""
+        with self._turn:
+            if self._curve is None:
+                return ()
+            most = self._lives.most()  # exact, where a share of time in which something was made is not
+            return tuple(min(value, most) for value in self._curve.values(self._lives.living()))
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is among those counted and alive."""

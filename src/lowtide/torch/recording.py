@@ -31,7 +31,6 @@ class Recording:
         self.probe_runs = 0
         self._began = perf_counter()
         self._memory: measure.Memory | None = None
-        self._curve = Curve()
         self._ended: Receipt | None = None
 
     @property
@@ -48,10 +47,10 @@ class Recording:
 
     @property
     def curve(self) -> tuple[int, ...]:
-        """Most bytes alive in each of at most 400 equal shares of the time; empty if memory was not asked for."""
+        """Most bytes in each of at most 400 equal shares of the time, without `held`; empty with `memory=False`."""
         if self._ended is not None:
             return self._ended.curve
-        return () if self._memory is None else self._curve.values()
+        return () if self._memory is None else self._memory.curve_beyond()
 
     @property
     def seconds(self) -> float:
@@ -104,7 +103,7 @@ def record(*, memory: bool = True) -> Iterator[Recording]:
     _open.append(recording)
     try:
         if memory:
-            with measure.peak(recording._curve) as watched:
+            with measure.peak(Curve()) as watched:
                 recording._memory = watched
                 yield recording
         else:

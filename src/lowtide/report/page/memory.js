@@ -19,9 +19,7 @@ function showMemory(data, view) {
   const total = (i) => LAYERS.reduce((sum, [key]) => sum + memory[key][i], 0);
   const peak = total(worst);
   const budget = view.budget !== null && view.budget <= 2.5 * peak ? view.budget : null;
-  // A recording holds the gradients it made, so its curve stands on the parameters alone.
-  const ground = data.chain.parameters;
-  const most = Math.max(base + Math.max(peak, budget ?? 0), ground + (view.own ? Math.max(0, ...curve) : 0)) * 1.06;
+  const most = (base + Math.max(peak, budget ?? 0, view.own ? Math.max(0, ...curve) : 0)) * 1.06;
   const box = { left: 74, right: width - 14, top: 48, bottom: height - 46 };
   const x = linear(0, timeline.ticks, box.left, box.right);
   const seconds = linear(0, timeline.seconds, box.left, box.right);
@@ -54,7 +52,7 @@ function showMemory(data, view) {
   }
   if (curve.length > 0) {
     const wide = (box.right - box.left) / curve.length;
-    const steps = curve.map((bytes, i) => `${i ? 'L' : 'M'}${(box.left + i * wide).toFixed(1)} ${y(ground + bytes).toFixed(1)}h${wide.toFixed(2)}`);
+    const steps = curve.map((bytes, i) => `${i ? 'L' : 'M'}${(box.left + i * wide).toFixed(1)} ${y(base + bytes).toFixed(1)}h${wide.toFixed(2)}`);
     svg.append(draw('path', { d: steps.join(''), class: `curve${view.own ? '' : ' dim'}`, 'data-test': 'curve' }));
   }
   const middle = (i) => x((memory.start[i] + memory.stop[i]) / 2);
@@ -108,8 +106,8 @@ function explain(data, view, constant, isFarBudget) {
   if (constant.length > 0) notes.push('Parameters and gradients are held with or without a plan; no budget counts them.');
   if (isFarBudget) notes.push(`The budget of ${view.text.budget} lies far above this scale.`);
   if (hasCurve) {
-    notes.push(`Measured: most bytes alive in each of ${data.receipt.curve.length} equal shares of the recorded time; `
-      + `gradients and results are in it, and ${formatSize(data.receipt.held)} of them remain at the end.`);
+    notes.push(`Measured: most bytes alive in each of ${data.receipt.curve.length} equal shares of the recorded time, `
+      + 'without results and gradients.');
     if (!view.own) notes.push('It belongs to the plan itself, not to the budget shown.');
   }
   byId('memory-note').textContent = notes.join(' ');

@@ -34,7 +34,7 @@ function showVerdict(data, view) {
     make('p', { class: 'note', 'data-test': 'versions' }, `Planner ${view.planner}. Lowtide ${data.lowtide}${versions && ' · '}${versions}`));
 }
 
-// What was measured beyond what is still held at the end, which is what a budget counts; null if nothing was.
+// What was measured beyond results and gradients, which is what a budget counts; null if nothing was.
 function measuredPeak({ receipt }) {
   return receipt === null || receipt.peak === 0 ? null : Math.max(0, receipt.peak - receipt.held);
 }
