@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One framework thread for each test worker: two workers on two cores, and counts that do not depend on the machine.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The tests of the report page drive a browser. Where none can be had they are skipped, and say so.
 BROWSERS := chromium chromium-browser google-chrome
@@ -51,7 +51,7 @@ bench: $(INSTALLED)  ## Time planners, rollouts, functions and layers beside the
 	$(BIN)/lowtide bench
 
 clean:  ## Remove the environment and everything generated
-	rm -rf $(VENV) demo-output docs/_build .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) demo-output docs/_build docs/_generated .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 $(INSTALLED): pyproject.toml constraints.txt tests/partners.txt
 	@echo "setting up $(VENV) (a minute or two the first time)"

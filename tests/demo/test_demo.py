@@ -21,6 +21,7 @@ from lowtide.demo.equality import equality
 from lowtide.errors import InputError
 from lowtide.plan import Plan
 
+pytestmark = pytest.mark.xdist_group("demo")  # one run of the demo serves them all
 PNG = b"\x89PNG\r\n\x1a\n"
 KIB = 1024
 

@@ -127,7 +127,7 @@ def tell(
         plan: what the story is about.
         receipt: what a run of it did cost.
         measured: more measured points, for the frontier.
-        points: how many other budgets; 0 for the plan alone, which is quick.
+        points: how many other budgets, besides the peaks of the usual tools; 0 for the plan alone, which is quick.
         progress: called with how many plans are done and of how many, each time one is.
     """
     if not isinstance(plan, Plan):
@@ -136,8 +136,10 @@ def tell(
         raise InputError(f"receipt={receipt!r} is a {type(receipt).__name__}; give a Receipt, or what record() gave")
     taken = receipt if isinstance(receipt, Receipt) or receipt is None else receipt.receipt
     chain, rooms = plan.chain, has_rooms(plan)
-    others = frontier(chain, points, plan.schedule.disk, rooms=rooms) if points else ()
-    total, views, marks = points + 1, [_view(plan)], [_mark(plan)]
+    tools = peers(chain) if points else ()
+    at_their_peaks = {tool.peak for tool in tools}  # so that each is seen beside the plan for the same memory
+    others = frontier(chain, points, plan.schedule.disk, rooms=rooms, also=at_their_peaks) if points else ()
+    total, views, marks = points + len(at_their_peaks) + 1, [_view(plan)], [_mark(plan)]
     for done, other in enumerate(others, start=1):
         if progress is not None:
             progress(done, total)
@@ -157,7 +159,7 @@ def tell(
         chosen=next(k for k, view in enumerate(views) if view.plan is plan),
         least=least_budget(chain, plan.schedule.disk, rooms=rooms) if points else 0,
         frontier=tuple(marks),
-        peers=peers(chain) if points else (),
+        peers=tools,
         measured=(*_measured(plan, taken), *measured),
     )
 
