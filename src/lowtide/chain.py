@@ -103,6 +103,24 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
+class Ways:
+    """What an equal step costs in either way of taping it.
+
+    Attributes:
+        several: in stretches of several steps.
+        single: one step at a time, which may need a little less beside its tape.
+        floor: bytes that finding these costs out takes, so that no smaller budget works.
+    """
+
+    several: StepCost
+    single: StepCost
+    floor: int = 0
+
+    def __post_init__(self) -> None:
+        keep_whole(self, "floor", least=0, label="ways.floor")
+
+
+@dataclass(frozen=True, slots=True)
 class Chain:
     """A row of steps. Make one with `Chain.equal(step, length)` or `Chain.of(steps)`.
 
@@ -112,6 +130,7 @@ class Chain:
         names: one for each step, or none; for reports.
         parameters, gradients: bytes that are held with a plan or without, and that no budget counts; for reports, and 0
             where they are not known.
+        ways: both ways of taping equal steps, if they differ; `steps` has one of them, and planners choose.
     """
 
     steps: tuple[StepCost, ...]
@@ -119,6 +138,7 @@ class Chain:
     names: tuple[str, ...] = ()
     parameters: int = 0
     gradients: int = 0
+    ways: Ways | None = None
     # Prefix sums of forward seconds, so that a run over [start, stop) costs one subtraction.
     _forward: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
@@ -131,6 +151,8 @@ class Chain:
             )
         if len(self.names) not in (0, self.length) or not all(isinstance(name, str) for name in self.names):
             raise InputError(f"a chain of {self.length:,} steps needs as many names, each a str, or none")
+        if self.ways is not None and self.steps not in ((self.ways.several,), (self.ways.single,)):
+            raise InputError("a chain with two ways of taping has equal steps, and one of the two as their cost")
         keep_whole(self, "parameters", least=0, most=MOST_TOTAL)
         keep_whole(self, "gradients", least=0, most=MOST_TOTAL)
         object.__setattr__(self, "_forward", tuple(accumulate((s.forward for s in self.steps), initial=0.0)))
@@ -153,9 +175,16 @@ class Chain:
         """The same chain with other costs."""
         return replace(Chain.of(steps, self.names), parameters=self.parameters, gradients=self.gradients)
 
+    def taped(self, step: StepCost) -> Chain:
+        """The same equal steps at the cost of one of their ways."""
+        return replace(self, steps=(step,))
+
     def name(self, k: int) -> str:
-        """The name of step k on one line, or its number."""
-        return " ".join(self.names[k].split())[:40] if self.names else f"step {k:,}"
+        """The name of step k on one line and not too long, or its number."""
+        if not self.names:
+            return f"step {k:,}"
+        name = " ".join(self.names[k].encode(errors="replace").decode().split())
+        return name if len(name) <= 40 else f"{name[:18]}...{name[-19:]}"  # what differs is often the end
 
     @property
     def is_equal(self) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 from lowtide.actions import Action, Advance, Save, Tape
-from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
+from lowtide.chain import Chain, Disk, StepCost, TapeOption, Ways, Working
 from lowtide.checks import MOST_TOTAL, keep_seconds, keep_whole, whole_number
 from lowtide.errors import InputError
 from lowtide.sizes import format_size
@@ -304,6 +304,7 @@ class Plan:
                 "names": self.chain.names,
                 "parameters": self.chain.parameters,
                 "gradients": self.chain.gradients,
+                "ways": None if self.chain.ways is None else dataclasses.asdict(self.chain.ways),
             },
             "knob": dataclasses.asdict(self.knob),
             "planner": self.planner,
@@ -323,7 +324,8 @@ class Plan:
         with _form_of("plan"):
             costs = document["chain"]
             held = costs.get("parameters", 0), costs.get("gradients", 0)
-            chain = Chain(tuple(map(_step, costs["steps"])), costs["length"], tuple(costs["names"]), *held)
+            ways = _ways(costs.get("ways"))
+            chain = Chain(tuple(map(_step, costs["steps"])), costs["length"], tuple(costs["names"]), *held, ways)
             plan = cls.make(chain, Knob(**document["knob"]), schedule(**_values(document["parameters"])))
             stored = Bill(**document["bill"])
         if plan.bill != stored:
@@ -349,6 +351,10 @@ def _step(step: dict[str, Any]) -> StepCost:
         "options": tuple(TapeOption(**option) for option in step["options"]),
     }
     return StepCost(**(step | nested))
+
+
+def _ways(ways: dict[str, Any] | None) -> Ways | None:
+    return None if ways is None else Ways(_step(ways["several"]), _step(ways["single"]), ways["floor"])
 
 
 def _values(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,14 @@ or none, which asks for the least memory that runs no step more than one extra t
 
 from __future__ import annotations
 
-from lowtide.chain import Chain, Disk
+from dataclasses import replace
+
+from lowtide.chain import Chain, Disk, Ways
 from lowtide.checks import whole_number
 from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Knob, Plan, Schedule
 from lowtide.planners import hetero
-from lowtide.planners.revolve import Revolve
+from lowtide.planners.revolve import Revolve, least_with_slots, slots_within
 from lowtide.planners.rooms import rooms_least, rooms_of_one_sweep, rooms_within
 from lowtide.planners.sweep import Base, least_sweep
 from lowtide.planners.tiers import two_tiers
@@ -74,13 +76,17 @@ def choose(
 
 def has_rooms(plan: Plan) -> bool:
     """Whether `choose` made it with rooms, as far as a plan tells: asked for bytes, it says slots or a base."""
-    return plan.chain.is_equal and plan.knob.name in ("budget", "none") and isinstance(plan.schedule, Revolve | Base)
+    chain, asked = plan.chain, plan.knob.name in ("budget", "none")
+    return asked and chain.is_equal and chain.ways is None and isinstance(plan.schedule, Revolve | Base)
 
 
 def least_budget(chain: Chain, disk: Disk | None = None, *, rooms: bool = False) -> int:
     """The smallest `budget` for which `choose` finds a plan."""
     if rooms:
         return rooms_least(chain[0], len(chain))
+    if chain.ways is not None and disk is None:
+        several = least_budget(replace(chain.taped(chain.ways.several), ways=None))
+        return max(chain.ways.floor, min(several, least_with_slots(chain.ways.single)))
     if not chain.is_equal:
         return hetero.least(chain)
     if disk is not None:
@@ -95,6 +101,8 @@ def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
         ways = "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
         raise BudgetError(budget, least, ways)
     knob = Knob("budget", budget)
+    if chain.ways is not None and disk is None:
+        return _either_way(chain, chain.ways, knob, budget)
     if not chain.is_equal:
         return Plan.make(chain, knob, hetero.fastest(chain, budget))
     if disk is not None:
@@ -103,6 +111,17 @@ def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
     if _is_short_and_uneven(chain):
         plans.append(Plan.make(chain, knob, hetero.fastest(chain, budget)))
     return min(plans, key=lambda plan: plan.bill.seconds)
+
+
+def _either_way(chain: Chain, ways: Ways, knob: Knob, budget: int) -> Plan:
+    """The plan with the fewer runs: in stretches, or one step at a time beside as many snapshots as fit."""
+    plans = []
+    several = replace(chain.taped(ways.several), ways=None)
+    if budget >= least_budget(several):
+        plans.append(Plan.make(chain.taped(ways.several), knob, _within(several, budget, None).schedule))
+    if budget >= least_with_slots(ways.single):
+        plans.append(Plan.make(chain.taped(ways.single), knob, Revolve(slots_within(ways.single, budget))))
+    return min(plans, key=lambda plan: plan.bill.plain_runs)
 
 
 def _is_short_and_uneven(chain: Chain) -> bool:

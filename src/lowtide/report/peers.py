@@ -26,6 +26,8 @@ class Mark:
 
 def peers(chain: Chain) -> tuple[Mark, ...]:
     """The plain run first, then what people do without a planner."""
+    if chain.ways is not None:
+        chain = chain.taped(chain.ways.several)
     marks: dict[tuple[int, float], Mark] = {}
     for name, schedule, note in _choices(chain):
         cost = _cost(chain, schedule)

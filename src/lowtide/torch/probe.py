@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
 
-from lowtide.chain import Chain, StepCost, Working
+from lowtide.chain import Chain, StepCost, Ways, Working
 from lowtide.errors import BudgetError, InputError
-from lowtide.plan import Knob, Plan
+from lowtide.plan import Plan
 from lowtide.planners.choose import choose, least_budget
-from lowtide.planners.revolve import Revolve, least_with_slots, slots_within
+from lowtide.planners.revolve import slots_within
 from lowtide.sizes import parse_budget
 from lowtide.torch.ambient import mark_bytes
 from lowtide.torch.bits import checksum_bytes
@@ -36,42 +36,27 @@ _MOST_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the probes measured: the chain, and what finding it out took.
+    """What the probes measured: the chain, whose two ways of taping differ.
 
     A stretch of several steps needs a little more beside its tape than one step does: its start and its current state,
-    and one more sum of gradients. `single` is the chain without that, for plans that tape one step at a time.
+    and one more sum of gradients. And measuring takes memory of its own, which a budget has to have room for.
     """
 
     chain: Chain
-    single: Chain
-    peak: int
+    ways: Ways
     rooms: ClassVar[bool] = False  # tensors come and go: what one frees another may use
-
-    @property
-    def least(self) -> int:
-        """The least budget that works."""
-        return max(self.peak, min(least_budget(self.chain), least_with_slots(self.single[0])))
 
     def within(self, budget: int) -> Plan:
         """The plan with the fewest reruns that keeps the budget."""
-        self._check(budget)
-        plans = []
-        if budget >= least_budget(self.chain):
-            plans.append(choose(self.chain, budget))
-        if budget >= least_with_slots(self.single[0]):
-            slots = slots_within(self.single[0], budget)
-            plans.append(Plan.make(self.single, Knob("budget", budget), Revolve(slots)))
-        return min(plans, key=lambda plan: plan.bill.plain_runs)
+        return choose(self.chain, budget)
 
     def slots_within(self, budget: int) -> int:
         """The most snapshots that the budget has room for, taping one step at a time."""
-        self._check(budget)
-        return slots_within(self.single[0], budget)
-
-    def _check(self, budget: int) -> None:
-        if budget < self.least:
-            ways = "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
-            raise BudgetError(budget, self.least, ways)
+        least = least_budget(self.chain)
+        if budget < least:
+            remedy = "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
+            raise BudgetError(budget, least, remedy)
+        return slots_within(self.ways.single, budget)
 
 
 class _Meter:
@@ -283,7 +268,7 @@ def _costs(
         pulled, backward = _pulled(engine, meter, piece, after, keep=keep)
     seconds = (meter.forward, backward) if times else (1.0, 2.0)
 
-    def chain(several: bool) -> Chain:
+    def cost(several: bool) -> StepCost:
         # Several steps: a start, the current state, and the start of a probe's tape if that is kept.
         taping = (1 + 2 * several) * loose + meter.taped - saved - slack
         # Sums are added to out of place: the sum so far, what is added, and the new sum are there at once.
@@ -293,11 +278,12 @@ def _costs(
             tape=max(0, taping, checking + loose) + start,
             backward=max(0, pulling) + start,
         )
-        cost = StepCost(max(state, 1), tape, *seconds, cotangent=cotangent, working=working)
-        captured = storage_bytes(engine.captured.targets)
-        return replace(Chain.equal(cost, engine.length), parameters=captured, gradients=captured)
+        return StepCost(max(state, 1), tape, *seconds, cotangent=cotangent, working=working)
 
-    return Costs(chain(several=True), chain(several=False), meter.memory.peak)
+    ways = Ways(cost(several=True), cost(several=False), meter.memory.peak)
+    captured = storage_bytes(engine.captured.targets)
+    chain = Chain((ways.several,), engine.length, parameters=captured, gradients=captured, ways=ways)
+    return Costs(chain, ways)
 
 
 def _pairs(before: list[Any], after: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
