@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lowtide import Chain, Receipt, StepCost, report
+from lowtide import Chain, InputError, Receipt, StepCost, report
 from lowtide.planners.choose import choose
 from lowtide.report import page as pages
 
@@ -32,6 +32,24 @@ def test_the_receipt_may_be_left_out_and_folders_are_made(tmp_path: Path) -> Non
     third = report.write(PLAN, Receipt(peak_memory=900, held=100), tmp_path / "third.html", points=0)
     assert told(third)["receipt"]["text"] == "800 B"
     assert told(report.write(PLAN, Receipt(), tmp_path / "fourth.html", points=0))["receipt"]["text"] is None
+
+
+def test_a_path_is_one_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="two paths were given"):
+        report.write(PLAN, "one.html", "two.html")
+    with pytest.raises(InputError, match="is a folder; give the name of the page's file"):
+        report.write(PLAN, tmp_path)
+
+
+def test_only_the_plan_itself_is_in_the_file(tmp_path: Path) -> None:
+    views = told(report.write(PLAN, tmp_path / "plan.html", points=3))["views"]
+    for view in views:
+        assert ("plan file" in dict(view["code"])) == view["own"]
+
+
+def test_hardly_any_time_is_none(tmp_path: Path) -> None:
+    plan = choose(Chain.equal(StepCost(64, 320, 5e-324, 1e-310), 40), "50%")
+    assert told(report.write(plan, tmp_path / "plan.html", points=2))["views"]
 
 
 def test_only_packages_that_are_there_have_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import lowtide.torch as lt
-from lowtide import Chain, Disk, InputError, Plan, Receipt, StepCost, TapeOption, Working
+from lowtide import BudgetError, Chain, Disk, InputError, Plan, Receipt, StepCost, TapeOption, Working
+from lowtide.chain import Ways
 from lowtide.plan import Knob
 from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.revolve import Revolve, plain_runs
@@ -60,10 +62,18 @@ def test_equal_steps_have_a_row_for_each_stretch() -> None:
     assert table[-1].why == "its tape of 6.25 KiB is kept from the first run on, so nothing of it is run twice"
 
 
+def test_names_are_whole_in_the_table() -> None:
+    names = [f"encoder.transformer.layers.11.self_attention.{part}\ud800" for part in ("query", "value")]
+    plan = choose(Chain.of([StepCost(10, 100), StepCost(11, 120)], names))
+    assert [row.name for row in rows(plan, played(plan).tally)] == [name[:-1] + "?" for name in names]
+
+
 def test_many_stretches_are_ranges() -> None:
     plan = choose(ROLLOUT, checkpoints=3)
     table = rows(plan, played(plan).tally)
     assert len(table) == 50
+    several = next(row for row in table if row.stored > 1)
+    assert several.why.endswith(f"each from the nearest of its {several.stored} stored states")
     assert sum(row.again * (row.stop - row.start) for row in table) == pytest.approx(plain_runs(400, 3))
 
 
@@ -92,11 +102,11 @@ def test_peers_of_a_rollout_cost_what_their_own_plans_say() -> None:
     marks = {mark.name: mark for mark in peers(ROLLOUT)}
     assert list(marks) == ["plain", "checkpoint on every step", "segments of 20 steps", "10 snapshots"]
     assert (marks["plain"].peak, marks["plain"].time_factor) == (400 * 320, 1.0)
-    base = choose(ROLLOUT, base=20)
-    assert (marks["segments of 20 steps"].peak, marks["segments of 20 steps"].time_factor) == (
-        base.bill.peak_memory,
-        base.time_factor,
-    )
+    segments, base = marks["segments of 20 steps"], choose(ROLLOUT, base=20)
+    assert segments.peak == base.bill.peak_memory
+    assert segments.time_factor == pytest.approx(4 / 3)  # every step twice forward, the last segment's too
+    assert marks["checkpoint on every step"].time_factor == pytest.approx(4 / 3)
+    assert base.time_factor < 4 / 3
     assert marks["10 snapshots"].time_factor == choose(ROLLOUT, checkpoints=10).time_factor
 
 
@@ -108,9 +118,24 @@ def test_peers_of_layers_are_cut_by_count() -> None:
     assert equal_count(9, 5).stretches == (1, 1, 1, 1, 5)
 
 
-def test_a_chain_of_one_step_has_the_plain_run_alone() -> None:
-    assert [mark.name for mark in peers(Chain.equal(StepCost(5, 5), 1))] == ["plain"]
-    assert [mark.name for mark in peers(Chain.of([StepCost(5, 5), StepCost(6, 6)]))][:1] == ["plain"]
+def test_short_chains_have_few_choices() -> None:
+    one = peers(Chain.equal(StepCost(5, 5), 1))
+    assert [(mark.name, mark.peak) for mark in one] == [("plain", 5), ("checkpoint on every step", 5)]
+    assert one[1].time_factor == pytest.approx(4 / 3)
+    two = peers(Chain.of([StepCost(5, 5, 1.0, 2.0), StepCost(6, 6, 10.0, 20.0)]))
+    assert [mark.name for mark in two] == ["plain", "checkpoint on every layer"]
+    assert two[1].time_factor == pytest.approx(44 / 33)
+    no_time = peers(Chain.equal(StepCost(5, 5, 0.0, 0.0), 1))
+    assert [mark.name for mark in no_time] == ["plain"]
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [("x", 10, float("nan")), ("x", 10, float("inf")), ("x", -1, 1.0), ("x", 2**80, 1.0), ("x", 1.5, 1.0), (3, 1, 1.0)],
+)
+def test_a_mark_is_a_point_that_can_be_drawn(mark: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(InputError):
+        Mark(*mark)
 
 
 # Code to paste
@@ -130,9 +155,15 @@ def test_the_code_to_paste_has_the_knob(knobs: dict[str, int | str], given: str)
     found = dict(snippets(choose(ROLLOUT, **knobs)))  # type: ignore[arg-type]  # the values fit their names
     assert list(found) == ["PyTorch", "JAX", "brainstate", "plan file"]
     assert f"lt.checkpointed_for_loop(step, xs{given})" in found["PyTorch"]
+    assert f"lt.checkpointed_scan(step, init, xs{given})" in found["PyTorch"]
     assert f"lt.checkpointed_scan(step, init, xs{given})" in found["JAX"]
     for name, code in found.items():
         compile(code, name, "exec")
+
+
+def test_a_plan_with_rooms_is_likely_to_be_for_jax() -> None:
+    found = snippets(choose(ROLLOUT, "10%", rooms=True))
+    assert [snippet.name for snippet in found] == ["JAX", "brainstate", "PyTorch", "plan file"]
 
 
 @pytest.mark.parametrize(("knobs", "given"), [({"budget": 9_000}, ", budget=9000"), ({}, "")])
@@ -228,8 +259,9 @@ def test_a_receipt_is_measured_beyond_what_is_held_anyway() -> None:
         "Measured: 20.02 KiB at most, 1,000 B of it results and gradients, which no budget counts."
     )
     over = tell(plan, Receipt(peak_memory=30_000), points=0)
-    assert not over.fits
-    assert over.verdict.startswith("Does not fit: ")
+    assert over.fits
+    assert over.is_measured_above
+    assert over.verdict == "Fits: a predicted peak of 19.5 KiB, with a budget of 19.53 KiB."
     assert over.measuring.startswith("Measured: 29.3 KiB at most. That is above the budget though less was predicted")
     assert tell(plan, points=0).measuring == ""
     assert over.measured[0].time_factor == plan.time_factor  # no runs were counted
@@ -243,7 +275,31 @@ def test_a_recording_is_as_good_as_a_receipt() -> None:
     assert tell(choose(ROLLOUT, base=20), recording, points=0).receipt == recording.receipt
 
 
+@pytest.mark.parametrize(("times", "backward"), [(1, 400), (10, 4_000)])
+def test_many_rounds_of_training_in_one_receipt_are_one_point(times: int, backward: int) -> None:
+    plan = choose(ROLLOUT, 20_000)
+    receipt = Receipt(times * plan.bill.plain_runs, times * 400, backward, peak_memory=20_000)
+    assert tell(plan, receipt, points=0).measured[0].time_factor == pytest.approx(plan.time_factor)
+
+
+@pytest.mark.parametrize("backward", [0, 399, 401])
+def test_half_a_round_has_no_time(backward: int) -> None:
+    plan = choose(ROLLOUT, 20_000)
+    (mark,) = tell(plan, Receipt(50, 400, backward, peak_memory=20_000), points=0).measured
+    assert mark.time_factor == plan.time_factor
+    assert mark.note == "bytes as measured, time as predicted"
+
+
+def test_a_plan_whose_prediction_is_over_its_budget_does_not_fit() -> None:
+    plan = Plan.make(ROLLOUT, Knob("budget", 500), Revolve(20))
+    story = tell(plan, points=0)
+    assert not story.fits
+    assert story.verdict.startswith("Does not fit: a predicted peak of 1.562 KiB, with a budget of 500 B")
+
+
 def test_what_is_no_plan_or_no_receipt_is_refused() -> None:
+    with pytest.raises(InputError, match="points='3' is a str"):
+        tell(choose(ROLLOUT, base=20), points="3")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="plan=3 is a int; give a Plan"):
         tell(3)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="receipt=3 is a int; give a Receipt"):
@@ -274,7 +330,32 @@ def test_jax_tells_them_too() -> None:
     assert again.chain.parameters == 8 * 8 * 4
 
 
+def test_the_slider_of_a_torch_loop_has_the_plans_that_torch_would_make() -> None:
+    """One step at a time takes less beside its tape, so small budgets have other plans than a chain alone tells."""
+    weight = torch.full((64,), 0.5, requires_grad=True)
+
+    def plan_for(budget: int | str) -> Plan:
+        step, xs = lambda h, x: (torch.tanh(h * weight + x), h.sum()), torch.ones(200, 64)
+        return lt.plan_scan(step, torch.zeros(64), xs, budget=budget, reduce="mean")
+
+    story = tell(plan_for("20%"), points=8)
+    with pytest.raises(BudgetError) as caught:
+        plan_for(1)
+    assert caught.value.least == story.least
+    assert {view.plan.planner for view in story.views} == {"revolve", "uniform"}
+    for view in story.views:
+        assert view.plan.knob.value is not None
+        assert plan_for(view.plan.knob.value).bill.plain_runs == view.plan.bill.plain_runs
+        assert Plan.from_json(view.plan.to_json()) == view.plan
+
+
+def test_two_ways_of_taping_belong_to_equal_steps() -> None:
+    ways = Ways(StepCost(64, 320, working=Working(10, 20, 30)), StepCost(64, 320))
+    with pytest.raises(InputError, match="one of the two as their cost"):
+        Chain((StepCost(1, 1),), 10, ways=ways)
+
+
 def test_plans_from_before_there_were_parameters_can_be_read() -> None:
     document = json.loads(choose(ROLLOUT, base=20).to_json())
-    del document["chain"]["parameters"], document["chain"]["gradients"]
+    del document["chain"]["parameters"], document["chain"]["gradients"], document["chain"]["ways"]
     assert Plan.from_json(json.dumps(document)) == choose(ROLLOUT, base=20)

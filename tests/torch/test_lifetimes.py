@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from time import sleep
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import lowtide.torch as lt
 from lowtide.torch.lifetimes import Lifetimes
@@ -19,7 +25,7 @@ def test_it_is_what_looking_at_every_moment_gives(data: st.DataObject) -> None:
     left_out: set[int] = set()
     for key in range(data.draw(st.integers(0, 15))):
         sizes[key] = data.draw(st.integers(0, 20))
-        lives.begin(key)
+        lives.begin(key, 0)
         assert lives.resize(key, sizes[key]) == sizes[key]
         lives.level(sum(sizes.values()))
         moments.append(dict(sizes))
@@ -36,14 +42,16 @@ def test_it_is_what_looking_at_every_moment_gives(data: st.DataObject) -> None:
     assert set(lives) == set(sizes)
     results = left_out | set(sizes)
     expected = max(sum(size for key, size in moment.items() if key not in results) for moment in moments)
-    assert lives.most() == expected
+    assert lives.most(living=False) == expected
+    left = max(sum(size for key, size in moment.items() if key not in left_out) for moment in moments)
+    assert lives.most(living=True) == left
 
 
 def test_what_is_not_known_has_no_bytes() -> None:
     lives = Lifetimes()
     lives.leave_out(7)
     assert lives.end(7) == (0, None)
-    assert lives.most() == 0
+    assert lives.most(living=False) == 0
 
 
 def test_moments_are_forgotten() -> None:
@@ -70,3 +78,95 @@ def test_results_and_what_comes_back_from_the_loss_are_no_part_of_a_loops_memory
     assert receipt.held >= xs.nbytes
     assert receipt.peak_memory > 2048
     assert receipt.peak_memory - receipt.held <= plan.bill.peak_memory <= 2048
+
+
+def test_what_grows_was_small_before() -> None:
+    with lt.measure.peak() as memory:
+        small = torch.empty(0)
+        big = torch.empty(1000)
+        del big
+        small.resize_(1000)
+        assert memory.beyond() == 4000  # the big one; the other is alive, and was nothing then
+    assert small.numel() == 1000
+
+
+def test_left_out_from_now_on() -> None:
+    lives = Lifetimes()
+    lives.begin(1, 100)
+    lives.level(100)
+    lives.leave_out(1, from_now=True)
+    lives.leave_out(1, from_now=True)
+    lives.begin(2, 50)
+    lives.level(150)
+    assert lives.end(2) == (50, None)
+    assert lives.most(living=True) == 100
+    size, born = lives.end(1)
+    assert size == 100
+    assert born is not None
+    assert lives.most(living=True) == 100
+
+
+@pytest.mark.parametrize("batch", [2, 16, 128])
+def test_running_sums_of_gradients_are_the_gradients_of_the_plain_loop(batch: int) -> None:
+    """Large weights beside a small batch: the sums are as large as everything else."""
+    torch.manual_seed(0)
+    cell = nn.GRUCell(16, 32)
+
+    def step(h: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = cell(x, h)
+        return h, h.mean()
+
+    start, xs = torch.zeros(batch, 32), torch.randn(60, batch, 16)
+    plan = lt.plan_scan(step, start, xs, budget="60%", reduce="mean")
+    with lt.record() as receipt:
+        lt.checkpointed_scan(step, start, xs, plan=plan, reduce="mean")[1].backward()
+    measured = receipt.peak_memory - receipt.held
+    assert 0.6 * plan.bill.peak_memory <= measured <= plan.bill.peak_memory
+
+
+def test_tapes_that_are_alive_are_no_results() -> None:
+    weight = torch.full((64,), 0.5, requires_grad=True)
+    xs = torch.ones(50, 64)
+    with lt.record() as receipt:
+        loss = lt.checkpointed_for_loop(lambda x: torch.tanh(x * weight).sum(), xs, base=50).sum()
+        assert receipt.peak_memory - receipt.held > 50 * 64 * 4
+    assert receipt.peak_memory - receipt.held > 50 * 64 * 4
+    assert max(receipt.curve) > 50 * 64 * 4
+    loss.backward()
+
+
+def test_gradients_of_inputs_are_results() -> None:
+    xs = torch.ones(50, 64, requires_grad=True)
+    with lt.record() as receipt:
+        lt.checkpointed_for_loop(lambda x: x.sin().sum(), xs, base=5).sum().backward()
+    assert receipt.held >= xs.nbytes
+
+
+def test_tensors_may_die_in_any_thread() -> None:
+    """Nothing is raised into the user's operations, and nothing is lost, however threads take turns."""
+    boxes: list[list[torch.Tensor]] = [[] for _ in range(3)]
+    stop = threading.Event()
+
+    def drop(box: list[torch.Tensor]) -> None:
+        while not stop.is_set():
+            if box:
+                box.pop()
+
+    threads = [threading.Thread(target=drop, args=(box,)) for box in boxes]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        with lt.record() as receipt:
+            for k in range(2_000):
+                boxes[k % 3].append(torch.ones(10))
+            while any(boxes):
+                sleep(0.001)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert receipt.peak_memory <= 2_000 * 40
+    assert receipt.held == 0

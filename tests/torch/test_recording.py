@@ -289,11 +289,11 @@ def test_a_curve_of_any_length_has_a_few_hundred_shares(monkeypatch: pytest.Monk
     assert max(values) == 5000
     assert values[-1] == 999
     assert values[0] < values[len(values) // 3] < values[len(values) // 2]
-    curve.leave_out(100.0, 1000.0, 50)
+    curve.leave_out(100.0, 50)
     without = curve.values([(600.0, 30)])
     assert without[0] == values[0]
     assert without[len(values) // 3] == values[len(values) // 3] - 50
-    assert without[-1] == values[-1] - 30
+    assert without[-2] == values[-2] - 80
 
 
 def test_seconds_stop_when_the_block_ends() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 
 from lowtide.chain import Chain
+from lowtide.checks import keep_seconds, keep_whole
+from lowtide.errors import InputError
 from lowtide.plan import Knob, Plan, Schedule
 from lowtide.planners.revolve import Revolve
 from lowtide.planners.sweep import Base, Sweep
@@ -23,39 +25,57 @@ class Mark:
     time_factor: float
     note: str = ""
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and isinstance(self.note, str)):
+            raise InputError(f"a mark has a name and a note, each a str; got {self.name!r} and {self.note!r}")
+        keep_whole(self, "peak", least=0, label="mark.peak")
+        keep_seconds(self, "time_factor", label="mark.time_factor")
+
 
 def peers(chain: Chain) -> tuple[Mark, ...]:
     """The plain run first, then what people do without a planner."""
     if chain.ways is not None:
         chain = chain.taped(chain.ways.several)
     marks: dict[tuple[int, float], Mark] = {}
-    for name, schedule, note in _choices(chain):
-        cost = _cost(chain, schedule)
-        marks.setdefault(cost, Mark(name, *cost, note))  # on short chains several come to the same
+    for mark in _choices(chain):
+        marks.setdefault((mark.peak, mark.time_factor), mark)  # on short chains several come to the same
     return tuple(marks.values())
 
 
-def _cost(chain: Chain, schedule: Schedule) -> tuple[int, float]:
+def _mark(chain: Chain, name: str, schedule: Schedule, note: str) -> Mark:
     plan = Plan.make(chain, Knob("none"), schedule)
-    return plan.bill.peak_memory, plan.time_factor
+    return Mark(name, plan.bill.peak_memory, plan.time_factor, note)
 
 
-def _choices(chain: Chain) -> Iterator[tuple[str, Schedule, str]]:
+def _all_again(chain: Chain, name: str, schedule: Base | Sweep, last: int, note: str) -> Mark:
+    """The same for tools that run the last stretch, of `last` steps, again like the others instead of taping it."""
+    mark, whole = _mark(chain, name, schedule, note), chain.plain_seconds
+    again = chain.forward_seconds(len(chain) - last, len(chain))
+    return replace(mark, time_factor=mark.time_factor + (again / whole if whole else 0.0))
+
+
+def _choices(chain: Chain) -> Iterator[Mark]:
     length = len(chain)
     root = max(1, isqrt(length))
-    yield "plain", Base(length), "keeps every tape and runs nothing again"
+    yield _mark(chain, "plain", Base(length), "keeps every tape and runs nothing again")
     if chain.is_equal:
-        yield "checkpoint on every step", Base(1), "torch.utils.checkpoint or jax.checkpoint around the step"
-        yield f"segments of {root:,} steps", Base(root), "checkpointed segments of √T steps: nested scans"
+        note = "torch.utils.checkpoint or jax.checkpoint around the step"
+        yield _all_again(chain, "checkpoint on every step", Base(1), 1, note)
+        last = length - root * ((length - 1) // root)
+        note = "checkpointed segments of √T steps: nested scans"
+        yield _all_again(chain, f"segments of {root:,} steps", Base(root), last, note)
         if length > SNAPSHOTS:
-            yield f"{SNAPSHOTS} snapshots", Revolve(SNAPSHOTS), "the binomial schedule of Revolve and its heirs"
+            note = "the binomial schedule of Revolve and its heirs"
+            yield _mark(chain, f"{SNAPSHOTS} snapshots", Revolve(SNAPSHOTS), note)
         return
-    yield "checkpoint on every layer", Sweep((1,) * length), "torch.utils.checkpoint around each layer"
+    note = "torch.utils.checkpoint around each layer"
+    yield _all_again(chain, "checkpoint on every layer", Sweep((1,) * length), 1, note)
     counts = range(2, length, max(1, length // 50))  # of very many, some
     cuts = {segments: equal_count(length, segments) for segments in {*counts, root} if segments < length}
-    lowest = min(cuts, key=lambda segments: _cost(chain, cuts[segments])[0], default=0)
-    for segments in sorted({2, root, lowest} & cuts.keys()):
-        yield f"{segments} segments by count", cuts[segments], "torch.utils.checkpoint.checkpoint_sequential"
+    note = "torch.utils.checkpoint.checkpoint_sequential"
+    cut = {segments: _mark(chain, f"{segments} segments by count", cuts[segments], note) for segments in cuts}
+    lowest = min(cut, key=lambda segments: cut[segments].peak, default=0)
+    yield from (cut[segments] for segments in sorted({2, root, lowest} & cut.keys()))
 
 
 def equal_count(layers: int, segments: int) -> Sweep:

@@ -18,6 +18,7 @@ from lowtide.simulate import Ledger
 MOST_RUNS = 4_000  # told one by one
 COLUMNS, ROWS = 300, 100
 SHARES = 400
+LEAST_SECONDS = 1e-200  # in all; less is no time, and cannot be divided
 MOST_STRETCHES = 60  # told one by one
 
 
@@ -45,7 +46,7 @@ class _Clock:
     def __init__(self, plan: Plan) -> None:
         bill = plan.bill
         self.chain, self._disk = plan.chain, plan.schedule.disk
-        self._timed = bill.seconds > 0
+        self._timed = bill.seconds > LEAST_SECONDS
         self.total = bill.seconds if self._timed else bill.plain_runs + bill.taping_runs + 2.0 * bill.backward_runs
 
     def forward(self, start: int, stop: int) -> float:

@@ -72,7 +72,7 @@ def _row(plan: Plan, tally: Tally, start: int, stop: int) -> Row:
     return Row(
         start=start,
         stop=stop,
-        name=chain.name(start) if stop - start == 1 else f"steps [{start:,}, {stop:,})",
+        name=_name(chain, start, stop),
         state=chain[start].state,
         tape=tape,
         seconds=seconds,
@@ -84,12 +84,21 @@ def _row(plan: Plan, tally: Tally, start: int, stop: int) -> Row:
     )
 
 
+def _name(chain: Chain, start: int, stop: int) -> str:
+    if stop - start > 1:
+        return f"steps [{start:,}, {stop:,})"
+    return chain.names[start].encode(errors="replace").decode() if chain.names else chain.name(start)
+
+
 def _why(plan: Plan, tally: Tally, start: int, stop: int, tape: int, extra: float) -> str:
     size, whole = format_size(tape), plan.chain.plain_seconds
     if not tally.again[start:stop].any():
         return f"its tape of {size} is kept from the first run on, so nothing of it is run twice"
     share = f" for {extra / whole:.2%} of the plain time" if whole else ""
     freed = f"{size} of tape stay out of memory until the backward is there{share}"
+    inside = int(tally.stored[start:stop].sum())
+    if inside > 1:
+        return f"{freed}; its steps are run again, each from the nearest of its {inside:,} stored states"
     if tally.stored[start]:
         return f"{freed}; it is run again from the state stored at its start"
     below = tally.stored[:start].nonzero()[0]

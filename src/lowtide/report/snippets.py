@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lowtide.plan import Knob, Plan
+from lowtide.planners.choose import has_rooms
 from lowtide.sizes import format_size, parse_size
+
+PLAN_FILE = "plan file"
 
 
 class Snippet(NamedTuple):
@@ -21,34 +24,32 @@ _READING = (
 
 
 def snippets(plan: Plan) -> tuple[Snippet, ...]:
-    """One for each front end that the plan can be for, and one that reads the plan from a file."""
+    """One for each front end that the plan can be for, the likely one first, and one that reads it from a file."""
     if not plan.chain.is_equal:
         return _for_layers(plan.knob)
     knob = _knob(plan.knob)
-    given = f", {knob}" if knob else ""
+    torch = Snippet("PyTorch", _loops("torch", "ys = torch.stack([step(x) for x in xs])", knob))
+    jax = Snippet("JAX", _loops("jax", "ys = jax.lax.map(step, xs)", knob))
+    brainstate = Snippet(
+        "brainstate",
+        "import lowtide.brainstate as lt\n\n"
+        "# was: ys = brainstate.transform.for_loop(net.update, xs)\n"
+        f"ys = lt.checkpointed_for_loop(net.update, xs{knob})",
+    )
+    file = Snippet(PLAN_FILE, f"{_READING}\n{_loops('torch', '', ', plan=plan')}")
+    return (jax, brainstate, torch, file) if has_rooms(plan) else (torch, jax, brainstate, file)
+
+
+def _loops(front_end: str, was: str, knob: str) -> str:
+    """A plan does not say which of the two loops it is for: a step has a carry or it has none."""
+    scan = "" if front_end == "torch" else "# was: carry, ys = jax.lax.scan(step, init, xs)\n"
     return (
-        Snippet(
-            "PyTorch",
-            "import lowtide.torch as lt\n\n"
-            "# was: ys = torch.stack([step(x) for x in xs])\n"
-            f"ys = lt.checkpointed_for_loop(step, xs{given})",
-        ),
-        Snippet(
-            "JAX",
-            "import lowtide.jax as lt\n\n"
-            "# was: carry, ys = jax.lax.scan(step, init, xs)\n"
-            f"carry, ys = lt.checkpointed_scan(step, init, xs{given})",
-        ),
-        Snippet(
-            "brainstate",
-            "import lowtide.brainstate as lt\n\n"
-            "# was: ys = brainstate.transform.for_loop(net.update, xs)\n"
-            f"ys = lt.checkpointed_for_loop(net.update, xs{given})",
-        ),
-        Snippet(
-            "plan file",
-            f"{_READING}\nimport lowtide.torch as lt\n\nys = lt.checkpointed_for_loop(step, xs, plan=plan)",
-        ),
+        f"import lowtide.{front_end} as lt\n\n"
+        "# y = step(x)\n"
+        f"{f'# was: {was}' + chr(10) if was else ''}"
+        f"ys = lt.checkpointed_for_loop(step, xs{knob})\n\n"
+        "# carry, y = step(carry, x)\n"
+        f"{scan}carry, ys = lt.checkpointed_scan(step, init, xs{knob})"
     )
 
 
@@ -57,20 +58,20 @@ def _for_layers(knob: Knob) -> tuple[Snippet, ...]:
     in_file = f"{_READING}\nimport lowtide.torch as lt\n\ny = lt.sequential(layers, x, plan=plan)"
     if knob.name not in ("budget", "none"):
         return (Snippet("PyTorch", in_file), Snippet("JAX", in_file.replace("lowtide.torch", "lowtide.jax")))
-    given = f", {_knob(knob)}" if knob.name == "budget" else ""
-    call = f"y = lt.sequential(layers, x{given})"
+    call = f"y = lt.sequential(layers, x{_knob(knob)})"
     return (
         Snippet("PyTorch", f"import lowtide.torch as lt\n\n# was: y = layers(x)\n{call}"),
         Snippet("JAX", f"import lowtide.jax as lt\n\n# was: y = x; for layer in layers: y = layer(y)\n{call}"),
-        Snippet("plan file", in_file),
+        Snippet(PLAN_FILE, in_file),
     )
 
 
 def _knob(knob: Knob) -> str:
+    """The knob as one more argument."""
     if knob.value is None:
         return ""
     if knob.name != "budget":
-        return f"{knob.name}={knob.value}"
+        return f", {knob.name}={knob.value}"
     written = format_size(knob.value).replace(" ", "")
     exact = "," not in written and parse_size(written) == knob.value
-    return f'budget="{written}"' if exact else f"budget={knob.value}"
+    return f', budget="{written}"' if exact else f", budget={knob.value}"

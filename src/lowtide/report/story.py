@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from lowtide.checks import whole_number
 from lowtide.errors import InputError
 from lowtide.plan import Plan, Receipt
 from lowtide.planners.choose import has_rooms, least_budget
@@ -74,18 +75,16 @@ class Story:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak keeps the budget, and the measured one too, if there is one."""
+        """Whether the predicted peak keeps the budget; `measuring` says how the measured one is to be read."""
         budget = budget_of(self.plan)
-        if budget is None:
-            return True
-        return self.plan.bill.peak_memory <= budget and (measured_peak(self.receipt) or 0) <= budget
+        return budget is None or self.plan.bill.peak_memory <= budget
 
     @property
     def verdict(self) -> str:
         """That, in a sentence with numbers."""
         budget, measured = budget_of(self.plan), measured_peak(self.receipt)
         peak = f"a predicted peak of {format_size(self.plan.bill.peak_memory)}"
-        if measured is not None:
+        if measured is not None and not self.is_measured_above:
             peak += f" and a measured one of {format_size(measured)}"
         if budget is None:
             return f"Takes {peak}; no budget was named."
@@ -95,15 +94,18 @@ class Story:
     @property
     def measuring(self) -> str:
         """How the measured peak is to be read; empty if there is none."""
-        measured, budget = measured_peak(self.receipt), budget_of(self.plan)
-        if self.receipt is None or measured is None:
+        if self.receipt is None or measured_peak(self.receipt) is None:
             return ""
         told = f"Measured: {format_size(self.receipt.peak_memory)} at most"
         if self.receipt.held:
             told += f", {format_size(self.receipt.held)} of it results and gradients, which no budget counts"
-        if budget is not None and measured > budget >= self.plan.bill.peak_memory:
-            return f"{told}. {OTHER_CODE}"
-        return f"{told}."
+        return f"{told}. {OTHER_CODE}" if self.is_measured_above else f"{told}."
+
+    @property
+    def is_measured_above(self) -> bool:
+        """Whether the measured peak is above a budget that the predicted one keeps."""
+        measured, budget = measured_peak(self.receipt), budget_of(self.plan)
+        return budget is not None and measured is not None and measured > budget >= self.plan.bill.peak_memory
 
 
 def measured_peak(receipt: Receipt | None) -> int | None:
@@ -135,10 +137,11 @@ def tell(
     if receipt is not None and not isinstance(receipt, Receipt) and not hasattr(receipt, "receipt"):
         raise InputError(f"receipt={receipt!r} is a {type(receipt).__name__}; give a Receipt, or what record() gave")
     taken = receipt if isinstance(receipt, Receipt) or receipt is None else receipt.receipt
+    whole_number(points, "points", least=0)
     chain, rooms = plan.chain, has_rooms(plan)
     tools = peers(chain) if points else ()
     at_their_peaks = {tool.peak for tool in tools}  # so that each is seen beside the plan for the same memory
-    others = frontier(chain, points, plan.schedule.disk, rooms=rooms, also=at_their_peaks) if points else ()
+    others = frontier(chain, max(points, 2), plan.schedule.disk, rooms=rooms, also=at_their_peaks) if points else ()
     total, views, marks = points + len(at_their_peaks) + 1, [_view(plan)], [_mark(plan)]
     for done, other in enumerate(others, start=1):
         if progress is not None:
@@ -178,9 +181,11 @@ def _measured(plan: Plan, receipt: Receipt | None) -> list[Mark]:
     peak = measured_peak(receipt)
     if receipt is None or peak is None:
         return []
-    runs, chain = receipt.plain_runs + receipt.taping_runs, plan.chain
+    chain = plan.chain
+    times, rest = divmod(receipt.backward_runs, len(chain))  # a recording may hold many rounds of training
     forward, whole = chain.forward_seconds(0, len(chain)), chain.plain_seconds
-    if not (runs and whole):
+    if not (times and whole) or rest:
         return [Mark("measured", peak, plan.time_factor, "bytes as measured, time as predicted")]
-    seconds = (runs * forward + receipt.backward_runs * (whole - forward)) / len(chain)
-    return [Mark("measured", peak, seconds / whole, "bytes and runs as measured, times of a run as predicted")]
+    runs = (receipt.plain_runs + receipt.taping_runs + receipt.probe_runs) / times
+    factor = (runs / len(chain) * forward + whole - forward) / whole
+    return [Mark("measured", peak, factor, "bytes and runs as measured, times of a run as predicted")]

@@ -41,23 +41,21 @@ class Lifetimes:
     def __iter__(self) -> Iterator[int]:
         return iter(list(self._spans))
 
-    def living(self) -> list[tuple[float, int]]:
-        """Since when each storage lives, by `perf_counter`, and its bytes."""
-        return [(span.born, span.size) for span in self._spans.values()]
-
-    def begin(self, key: int) -> None:
+    def begin(self, key: int, size: int, *, left_out: bool = False) -> None:
         """A storage is made."""
-        # A collection of garbage, in which storages die, can only come with an allocation: before anything is linked.
         span = _Span()
+        span.size, span.left_out = size, left_out
         span.before, self._last.after = self._last, span
         self._last = self._spans[key] = span
 
     def resize(self, key: int, size: int) -> int:
-        """A storage has so many bytes now; gives how many more that is."""
+        """A storage has so many bytes now, which makes another of it; gives how many more that is."""
         span = self._spans[key]
-        more = size - span.size
-        span.size = size
-        return more
+        if size == span.size:
+            return 0
+        self.end(key)
+        self.begin(key, size, left_out=span.left_out)
+        return size - span.size
 
     def end(self, key: int) -> tuple[int, float | None]:
         """A storage dies; gives the bytes that it had, 0 if it is not known, and since when, if it was left out."""
@@ -79,10 +77,16 @@ class Lifetimes:
             span.after.before = before
         return span.size, span.born if span.left_out else None
 
-    def leave_out(self, key: int) -> None:
-        """Do not count this storage in `most`, not even for the time that is past."""
-        if key in self._spans:
-            self._spans[key].left_out = True
+    def leave_out(self, key: int, *, from_now: bool = False) -> None:
+        """Do not count this storage in `most`, not even for the time that is past, or only from now on."""
+        span = self._spans.get(key)
+        if span is None:
+            return
+        if from_now and not span.left_out:
+            self.end(key)
+            self.begin(key, span.size)
+            span = self._spans[key]
+        span.left_out = True
 
     def level(self, now: int) -> None:
         """There are so many bytes at this moment, those left out among them."""
@@ -96,12 +100,17 @@ class Lifetimes:
             span = span.after
         self._last.most = now
 
-    def most(self) -> int:
-        """The most bytes at once without the storages that were left out, and without those that live now."""
-        most, living = self._first.most, 0
+    def most(self, *, living: bool) -> int:
+        """The most bytes at once without the storages that were left out; those that live now count if `living`."""
+        most, less = self._first.most, 0
         span = self._first.after
         while span is not None:
-            living += span.size
-            most = max(most, span.most - living)
+            if span.left_out or not living:
+                less += span.size
+            most = max(most, span.most - less)
             span = span.after
         return most
+
+    def left_out(self, *, living: bool) -> list[tuple[float, int]]:
+        """Of the living storages that `most` does not count: since when, by `perf_counter`, and how many bytes."""
+        return [(span.born, span.size) for span in self._spans.values() if span.left_out or not living]

@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -36,6 +35,8 @@ class Memory:
         self._curve = curve
         self._lives = Lifetimes()
         self._turn = threading.RLock()  # storages die in any thread
+        self._changing = False
+        self._dead: list[int] = []
         self._on_gpus = 0
         self._gpus = [_Gpu(k) for k in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
 
@@ -46,45 +47,65 @@ class Memory:
             return  # another device's allocator counts for itself
         key, size = storage._cdata, storage.nbytes()
         with self._turn:
+            self._changing = True
             if key not in self._lives:
-                self._lives.begin(key)
+                self._lives.begin(key, 0)
                 weakref.finalize(storage, self._died, key).atexit = False
             self.now += self._lives.resize(key, size)  # it may have grown
-            self.peak = max(self.peak, self.now)
-            self._lives.level(self.now)
-        if self._curve is not None:
-            self._curve.see(self.now)
+            self._settle()
 
     def _died(self, key: int) -> None:
+        self._dead.append(key)
         with self._turn:
-            size, born = self._lives.end(key)
+            # A collection of garbage may come in the middle of a change, in the same thread; that settles it then.
+            if not self._changing:
+                self._changing = True
+                self._settle()
+
+    def _settle(self) -> None:
+        """Note the level, then bury those that died meanwhile; whoever calls has the turn."""
+        self._note_level()
+        while self._dead:
+            size, born = self._lives.end(self._dead.pop())
             self.now -= size
+            if born is not None and self._curve is not None:
+                self._curve.leave_out(born, size)
+            self._note_level()
+        self._changing = False
+
+    def _note_level(self) -> None:
+        self.peak = max(self.peak, self.now)
+        self._lives.level(self.now)
         if self._curve is not None:
             self._curve.see(self.now)
-            if born is not None:
-                self._curve.leave_out(born, perf_counter(), size)
 
-    def leave_out(self, tensor: torch.Tensor) -> None:
-        """Do not count the tensor's storage in `beyond`, neither now nor in the past."""
+    def leave_out(self, tensor: torch.Tensor, *, from_now: bool = False) -> None:
+        """Do not count the tensor's storage in `beyond`, neither now nor in the past, or only from now on."""
         storage = _storage(tensor)
         if storage is not None:
-            self._lives.leave_out(storage._cdata)
+            with self._turn:
+                self._changing = True
+                self._lives.leave_out(storage._cdata, from_now=from_now)
+                self._settle()
 
-    def beyond(self) -> int:
+    def beyond(self, *, living: bool = False) -> int:
         """The most bytes at once without what was left out, and without what is alive now: results, when all is done.
 
         On a GPU nothing is left out.
+
+        Args:
+            living: count what is alive now.
         """
         with self._turn:
-            return self._lives.most() + self._on_gpus
+            return self._lives.most(living=living) + self._on_gpus
 
-    def curve_beyond(self) -> tuple[int, ...]:
+    def curve_beyond(self, *, living: bool = False) -> tuple[int, ...]:
         """The same over time, in shares; empty without a curve."""
         with self._turn:
             if self._curve is None:
                 return ()
-            most = self._lives.most()  # exact, where a share of time in which something was made is not
-            return tuple(min(value, most) for value in self._curve.values(self._lives.living()))
+            most = self._lives.most(living=living)  # exact, where a share of time in which something was made is not
+            return tuple(min(value, most) for value in self._curve.values(self._lives.left_out(living=living)))
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is among those counted and alive."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import ceil, inf
+from math import ceil
 from time import perf_counter
 
 SHARES = 400
@@ -16,14 +16,13 @@ class Curve:
     short one.
     """
 
-    __slots__ = ("_began", "_left_out", "_level", "_most", "_width")
+    __slots__ = ("_began", "_level", "_most", "_width")
 
     def __init__(self) -> None:
         self._began = perf_counter()
         self._width = 1e-5
         self._most: list[int] = []
         self._level = 0
-        self._left_out: list[tuple[float, float, int]] = []
 
     def see(self, level: int) -> None:
         """From now on there are `level` bytes."""
@@ -31,23 +30,25 @@ class Curve:
         self._most[share] = max(self._most[share], level)
         self._level = level
 
-    def leave_out(self, born: float, died: float, size: int) -> None:
-        """So many bytes, from one reading of `perf_counter` to another, are not to be in it."""
-        self._left_out.append((born, died, size))
+    def leave_out(self, born: float, size: int) -> None:
+        """So many bytes, from a reading of `perf_counter` until now, are not to be in it.
 
-    def values(self, living: Iterable[tuple[float, int]] = ()) -> tuple[int, ...]:
-        """The shares until now, without what was left out and without what is `living`, each since when and how large.
-
-        That is exact for shares of time in which it was there all along.
+        That is exact for shares of time in which they were there all along.
         """
+        for share in range(self._whole_shares_since(born), self._share()):
+            self._most[share] -= size
+
+    def values(self, left_out: Iterable[tuple[float, int]] = ()) -> tuple[int, ...]:
+        """The shares until now, without bytes that are to be left out too: each since when, and how many."""
         self._share()
         values = list(self._most)
-        for born, died, size in [*self._left_out, *((born, inf, size) for born, size in living)]:
-            first = max(0, ceil((born - self._began) / self._width))
-            last = len(values) if died == inf else min(len(values), int((died - self._began) / self._width))
-            for share in range(first, last):
+        for born, size in left_out:
+            for share in range(self._whole_shares_since(born), len(values)):
                 values[share] -= size
         return tuple(max(0, value) for value in values)
+
+    def _whole_shares_since(self, born: float) -> int:
+        return max(0, ceil((born - self._began) / self._width))
 
     def _share(self) -> int:
         """The share of time that it is now; those since the last one held what was held then."""

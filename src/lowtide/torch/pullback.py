@@ -21,6 +21,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from lowtide.errors import CheckpointError
+from lowtide.torch import recording
 from lowtide.torch.capture import Captured, edge_of, gradients
 from lowtide.torch.inputs import Inputs
 from lowtide.torch.outputs import Outputs
@@ -97,6 +98,8 @@ class Pullback:
             with self._loop.captured.without_hooks():
                 grads = gradients(roots, wanted, cotangents, keep=keep)
         self.captured = list(grads[: len(targets)])
+        # From here on these are the gradients that the plain loop has too; while they were made they came on top.
+        recording.leave_out(self.captured, from_now=True)
         rest = iter(grads[len(targets) :])
         arrived = {key: next(rest) for key in starts}
         self.state = [None if leaf is None else arrived.pop(id(leaf), None) for leaf in piece.starts]
@@ -113,6 +116,7 @@ class Pullback:
         if buffer is None:
             buffer = torch.zeros_like(self._xs[q], memory_format=torch.contiguous_format)
             self._x_grads[q] = buffer
+            recording.leave_out([buffer])
         buffer[self._loop.inputs.place(k)] = grad
 
     def _enter_outputs(self, piece: Piece, roots: list[Any], cotangents: list[torch.Tensor]) -> None:

@@ -43,14 +43,19 @@ class Recording:
         """What `peak_memory` counts and no budget does: outputs of loops, gradients, what is still alive at the end."""
         if self._ended is not None:
             return self._ended.held
-        return 0 if self._memory is None else self._memory.peak - self._memory.beyond()
+        return 0 if self._memory is None else self._memory.peak - self._memory.beyond(living=self._has_tapes)
 
     @property
     def curve(self) -> tuple[int, ...]:
         """Most bytes in each of at most 400 equal shares of the time, without `held`; empty with `memory=False`."""
         if self._ended is not None:
             return self._ended.curve
-        return () if self._memory is None else self._memory.curve_beyond()
+        return () if self._memory is None else self._memory.curve_beyond(living=self._has_tapes)
+
+    @property
+    def _has_tapes(self) -> bool:
+        """Whether steps have been taped and not pulled back, so that what is alive is not results alone."""
+        return self.backward_runs < self.taping_runs or (self.backward_runs == 0 and self.plain_runs > 0)
 
     @property
     def seconds(self) -> float:
@@ -122,13 +127,13 @@ def count(*, plain: int = 0, taping: int = 0, backward: int = 0, probe: int = 0)
         recording.probe_runs += probe
 
 
-def leave_out(tensors: Iterable[Any]) -> None:
+def leave_out(tensors: Iterable[Any], *, from_now: bool = False) -> None:
     """Tell every receipt that is open of tensors that the plain run holds too, so that no budget counts them."""
     for recording in _open:
         if recording._memory is not None:
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor):
-                    recording._memory.leave_out(tensor)
+                    recording._memory.leave_out(tensor, from_now=from_now)
 
 
 class _Thread(threading.local):

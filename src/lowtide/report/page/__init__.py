@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 import lowtide
 from lowtide.actions import Tier
+from lowtide.errors import InputError
 from lowtide.plan import Plan, Receipt
 from lowtide.report.peers import Mark
 from lowtide.report.rows import Row
-from lowtide.report.snippets import snippets
+from lowtide.report.snippets import PLAN_FILE, snippets
 from lowtide.report.story import HasReceipt, Progress, Story, View, measured_peak, tell
 from lowtide.report.timeline import Raster, Timeline
 from lowtide.report.words import budget_of
@@ -61,7 +62,7 @@ _COLUMNS = (
 def write(
     plan: Plan,
     receipt: Receipt | HasReceipt | str | os.PathLike[str] | None = None,
-    path: str | os.PathLike[str] = "plan.html",
+    path: str | os.PathLike[str] | None = None,
     *,
     measured: Iterable[Mark] = (),
     points: int = 32,
@@ -72,7 +73,7 @@ def write(
     Args:
         plan: what the page is about.
         receipt: what a run did cost: a `Receipt`, or what `record()` gave. May be left out: `write(plan, "plan.html")`.
-        path: the file to write.
+        path: the file to write; "plan.html" if left out.
         measured: more measured points for the frontier, `Mark("torch's checkpoint", peak=..., time_factor=...)`.
         points: how many budgets the slider has, besides the plan's own; each is planned and played on paper.
         progress: called with how many plans are done and of how many.
@@ -81,9 +82,13 @@ def write(
         The path of the page.
     """
     if isinstance(receipt, str | os.PathLike):
+        if path is not None:
+            raise InputError(f"two paths were given, {receipt!s} and {path!s}; give a plan, a receipt and one path")
         target, taken = Path(receipt), None
     else:
-        target, taken = Path(path), receipt
+        target, taken = Path("plan.html" if path is None else path), receipt
+    if target.is_dir():
+        raise InputError(f"path={str(target)!r} is a folder; give the name of the page's file")
     story = tell(plan, taken, measured=measured, points=points, progress=progress)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page(story), encoding="utf-8")
@@ -92,7 +97,7 @@ def write(
 
 def page(story: Story) -> str:
     """The page as text."""
-    packed = base64.b64encode(zlib.compress(json.dumps(data(story)).encode(), 9)).decode()
+    packed = base64.b64encode(zlib.compress(json.dumps(data(story), allow_nan=False).encode(), 9)).decode()
     assets = files(__name__)
     parts = {
         "<!--TITLE-->": html.escape(f"Lowtide: {story.plan.chain}"),
@@ -189,7 +194,8 @@ def _view(view: View, *, own: bool) -> dict[str, Any]:
             "disk": format_size(bill.peak_disk),
         },
         "lines": list(plan.lines()),
-        "code": snippets(plan),
+        # The file has the plan itself, and no plan for another budget.
+        "code": [snippet for snippet in snippets(plan) if own or snippet.name != PLAN_FILE],
         "timeline": _timeline(view.timeline),
         "rows": [_cells(row, plan) for row in view.rows],
     }
