@@ -68,11 +68,35 @@ def test_a_package_that_is_missing(lowtide: Runner, monkeypatch: pytest.MonkeyPa
     ("arguments", "why"),
     [
         (["plannars"], "there is no benchmark plannars; there are planners, torch_rollouts,"),
-        (["planners", "--json", "nowhere/found.json"], "--json nowhere/found.json: there is no folder nowhere"),
+        (["planners", "--json", "."], "--json . is a folder; give the name of a file in it"),
+        (["planners", "--json", "taken/found.json"], "--json taken/found.json cannot be written: "),
     ],
 )
 def test_what_cannot_be_run(lowtide: Runner, arguments: list[str], why: str) -> None:
+    lowtide.file("taken", "")
     assert why in lowtide.refused("bench", *arguments)
+
+
+def test_in_a_terminal_that_knows_ascii_alone(lowtide: Runner) -> None:
+    """The benchmark prints more than ASCII, and so does the table elsewhere."""
+    code = "from lowtide.cli import main; main(['bench', 'planners', '--quick', '--json', 'new/found.json'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        check=False,
+        text=True,
+        encoding="ascii",
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert "| 1.053 |     - |" in done.stdout
+    assert json.loads((lowtide.folder / "new" / "found.json").read_text())["ratios"]
+    assert done.stderr.startswith("wrote new/found.json (")
+
+
+@pytest.mark.parametrize(("encoding", "dash"), [("utf-8", "\N{EN DASH}"), ("cp1252", "\N{EN DASH}"), ("latin-1", "-")])
+def test_the_dash_that_an_encoding_has(encoding: str, dash: str) -> None:
+    assert bench._dash(encoding) == dash
 
 
 def test_where_the_benchmarks_are(lowtide: Runner) -> None:

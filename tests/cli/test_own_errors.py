@@ -69,6 +69,16 @@ CODE = """
     def neither(x):
         return x
 
+    class Moody:
+        @property
+        def net(self):
+            raise ValueError("not today")
+
+        def __dir__(self):
+            raise RuntimeError("no names")
+
+    moody = Moody()
+
     tensor = torch.sin
     largest = max
 """
@@ -129,6 +139,18 @@ STEPS = ["--steps", "5"]
         (["things:one", "--input", "float32[4,]", *STEPS], "is no dtype[shape]"),
         (["things:one", "--input", "float32[4,0]", *STEPS], "has no numbers in it"),
         (["things:one", "--input", "float31[4]", *STEPS], "--input float31: torch has no such dtype"),
+        (["things:one", "--input", f"float32[{'9' * 5000}]", *STEPS], "--input float32: a size of that many digits is"),
+        (
+            ["things:one", "--input", "float32[99999999999,8]", *STEPS],
+            "--input float32[99999999999,8]: torch cannot make such a tensor; give a smaller shape",
+        ),
+        (["things:layers", "--input", "qint8[4,8]"], "--input qint8[4,8]: torch cannot make such a tensor;"),
+        (
+            ["things:one", "--input", "float32[99999999999999999999]", *STEPS],
+            "cannot make such a tensor; give a smaller",
+        ),
+        (["things:moody.net"], "reading 'net' of things:moody failed: ValueError: not today (things.py, line"),
+        (["things:moody.other"], "reading 'other' of things:moody failed: RuntimeError: no names"),
         (["things:loop", "--sweep", "--save", "x.json"], "--sweep makes many plans; leave out --save"),
         (["--steps", "4", "--input", "float32[4]"], "there is no MODULE:NAME; leave out --input"),
         (["missing.py:make"], "there is no file missing.py in "),
@@ -160,6 +182,32 @@ def test_modules_that_cannot_be_imported(lowtide: Runner) -> None:
     )
     lowtide.file("empty.py", "import sys\n")
     assert "empty has no 'make'; it has no names" in lowtide.refused("plan", "empty:make")
+
+
+@pytest.mark.parametrize(
+    "edit", ["sys.path.clear()", "sys.path = ['elsewhere']", "sys.path[:] = sys.path[2:]", "sys.path.insert(0, 'more')"]
+)
+def test_a_target_that_edits_pythons_path(lowtide: Runner, edit: str) -> None:
+    lowtide.file("edits.py", f"import lowtide, sys\n{edit}\nchain = lowtide.Chain.equal(lowtide.StepCost(1, 5), 9)\n")
+    assert lowtide("plan", "edits.py:chain", "--budget", "50%")[0] == 0  # the fixture looks at the path
+
+
+def test_a_name_that_was_never_given(lowtide: Runner) -> None:
+    code = """
+        import torch
+
+        def make():
+            def step(carry, x):
+                return (never, None) if carry is None else (carry + x, None)
+
+            if step is None:
+                never = 3
+            return step, torch.zeros(2), torch.zeros(5, 2)
+        """
+    lowtide.file("unset.py", code)
+    number, out, err = lowtide("plan", "unset.py:make")
+    assert number == 0, err
+    assert out.startswith("chain     5 equal steps")
 
 
 def test_a_framework_that_nothing_shows(lowtide: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

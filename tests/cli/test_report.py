@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import webbrowser
 from pathlib import Path
 
 import pytest
 
-from lowtide import Chain, Receipt, StepCost
+from lowtide import Chain, Plan, Receipt, StepCost
 from lowtide.planners.choose import choose
 from tests.cli.running import Runner
 
@@ -33,12 +37,12 @@ def test_text_and_page(saved: Runner) -> None:
 
 def test_everything_at_once(saved: Runner) -> None:
     code, out, err = saved(
-        "report", "plan.json", "--receipt", "receipt.json", "--output", "new/page.html", "--figure", "plan.svg",
+        "report", "plan.json", "--receipt", "receipt.json", "--output", "new/page.html", "--figure", "more/plan.svg",
         "--points", "4", "--no-text",
     )  # fmt: skip
     assert (code, out) == (0, "")
-    assert [line.split()[1] for line in err.splitlines()] == ["new/page.html", "plan.svg"]
-    assert "<svg" in (saved.folder / "plan.svg").read_text()
+    assert [line.split()[1] for line in err.splitlines()] == ["new/page.html", "more/plan.svg"]
+    assert "<svg" in (saved.folder / "more" / "plan.svg").read_text()
     assert not (saved.folder / "plan.html").exists()
 
 
@@ -93,10 +97,68 @@ def test_what_cannot_be_shown(saved: Runner, arguments: list[str], why: str) -> 
     assert not (saved.folder / "plan.html").exists()
 
 
-def test_a_figure_of_another_kind(saved: Runner) -> None:
-    code, _, err = saved("report", "plan.json", "--figure", "plan.txt", "--no-text", "--points", "0")
-    assert code == 2
-    assert "a figure is saved as .png, .svg, .pdf" in err
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--figure", "plan.bmp"], "path='plan.bmp': a figure is saved as .png, .svg, .pdf"),
+        (["--figure", "folder.png"], "--figure folder.png is a folder; give the name of a file in it"),
+        (["--figure", "text.txt/new/plan.png"], "--figure text.txt/new/plan.png cannot be written: "),
+        (["--output", "folder.png"], "--output folder.png is a folder"),
+        (["--output", "text.txt/plan.html"], "--output text.txt/plan.html cannot be written: "),
+    ],
+)
+def test_what_cannot_be_written_is_found_out_before_anything_is_planned(
+    saved: Runner, arguments: list[str], why: str
+) -> None:
+    saved.file("text.txt", "words")
+    (saved.folder / "folder.png").mkdir()
+    # One point cannot be planned: the other complaint must come before that one.
+    assert why in saved.refused("report", "plan.json", *arguments, "--points", "1")
+    assert not (saved.folder / "plan.html").exists()
+
+
+def test_a_plan_is_saved_in_a_folder_that_is_made(lowtide: Runner) -> None:
+    chain = ["--steps", "40", "--state", "1KiB", "--tape", "8KiB", "--budget", "64KiB"]
+    assert lowtide("plan", *chain, "--save", "new/folder/a.json", "--report", "new/page/a.html")[0] == 0
+    assert Plan.from_json((lowtide.folder / "new/folder/a.json").read_text()).planner == "uniform"
+    lowtide.file("made.py", "raise RuntimeError('imported')")
+    for option, path, why in (
+        ("--save", "new", "--save new is a folder"),
+        ("--report", "new/folder", "--report new/folder is a folder"),
+        ("--save", "new/folder/a.json/b.json", "--save new/folder/a.json/b.json cannot be written"),
+    ):
+        assert why in lowtide.refused("plan", "made.py:make", option, path)
+
+
+def test_half_a_character_in_a_name(lowtide: Runner) -> None:
+    steps = [{"name": f"a\ud800{k}\u65e5", "state": 8, "tape": 100 + k} for k in range(4)]
+    lowtide.file("chain.json", json.dumps(steps))
+    code, out, err = lowtide(
+        "plan", "--chain", "chain.json", "--budget", "70%", "--save", "a.json", "--report", "a.html"
+    )
+    assert code == 0, err
+    assert "\u65e5" in out
+    for command in (["plan", "--chain", "chain.json", "--sweep"], ["report", "a.json", "--figure", "a.svg"]):
+        code, _, err = lowtide(*command)
+        assert code == 0, err
+    steps[1]["n\ud800"] = 1
+    lowtide.file("chain.json", json.dumps(steps))
+    assert "knows ['backward'" in lowtide.refused("plan", "--chain", "chain.json", "--budget", "70%")
+
+
+def test_letters_that_a_terminal_does_not_have(lowtide: Runner) -> None:
+    steps = [{"name": f"\u65e5{k}", "state": 8, "tape": 100 + k} for k in range(4)]
+    lowtide.file("chain.json", json.dumps(steps))
+    code = "from lowtide.cli import main; main(['plan', '--chain', 'chain.json', '--budget', '70%'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\n  ?0 " in done.stdout
 
 
 def test_from_plan_to_page(lowtide: Runner) -> None:

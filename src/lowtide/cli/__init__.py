@@ -1,4 +1,4 @@
-"""The command line: `lowtide plan`, `report`, `bench` and `demo`, a module each.
+"""The command line: `lowtide plan`, `report`, `bench` and `demo`, a module each; `files` is what they write.
 
 Exit codes: 0 for an answer, 1 when no plan fits the budget (the least that works is printed) or a benchmark fails,
 2 for input that cannot be read, 130 when it is stopped with Ctrl-C. Rich and typer are imported here, in `demo` and in
@@ -7,6 +7,7 @@ Exit codes: 0 for an answer, 1 when no plan fits the budget (the least that work
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -48,6 +49,8 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point; turns Lowtide's own errors into one line and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # no answer is lost to a letter that the terminal cannot print
     try:
         app(arguments)
     except BudgetError as error:

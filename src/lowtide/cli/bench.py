@@ -10,6 +10,7 @@ import codecs
 import importlib.util
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -26,13 +27,14 @@ from rich.table import Table
 from rich.text import Text
 
 import lowtide
+from lowtide.cli.files import check_file, write
 from lowtide.errors import InputError
 
 EXAMPLE = """\b
 Example:
   lowtide bench planners torch_rollouts --json ratios.json"""
 
-NOTHING = "\N{EN DASH}"
+NOTHING, PLAIN_NOTHING = "\N{EN DASH}", "-"
 STOPPED = 130  # what shells report of a program that Ctrl-C ended
 
 
@@ -105,13 +107,12 @@ def bench_command(
             typer.echo(f"{each.name:<17} {each.about}")
         return
     scripts = folder(Path(lowtide.__file__).parent)
-    if as_json is not None and not as_json.parent.is_dir():  # found out now, not after an hour
-        raise InputError(f"--json {as_json}: there is no folder {as_json.parent}")
+    check_file(as_json, "--json")
     console = Console()
     rows, code = _run_all(chosen, scripts, quick, console)
-    console.print(_table(rows, quick))
-    if as_json is not None:
-        as_json.write_text(json.dumps(_document(rows, quick), indent=1), encoding="utf-8")
+    if as_json is not None:  # before anything is printed, which can fail
+        write(as_json, json.dumps(_document(rows, quick), indent=1))
+    console.print(_table(rows, quick, _dash(console.encoding)))
     raise typer.Exit(code)
 
 
@@ -172,7 +173,8 @@ def _run(each: Benchmark, scripts: Path, quick: bool, progress: Progress, bar: A
         found = Path(scratch) / "ratios.json"
         command = [sys.executable, "-u", str(scripts / f"{each.name}.py"), "--ratios", str(found)]
         command += ["--quick"] if quick else []
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        spoken = os.environ | {"PYTHONIOENCODING": "utf-8"}  # whatever the terminal's is, `_lines` reads this
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=spoken) as process:
             assert process.stdout is not None  # it is a pipe
             try:
                 for line, ended in _lines(process.stdout):
@@ -199,7 +201,7 @@ def _lines(stream: IO[bytes]) -> Iterator[tuple[str, bool]]:
         yield rest, True
 
 
-def _table(rows: Sequence[Row], quick: bool) -> Table:
+def _table(rows: Sequence[Row], quick: bool, dash: str = NOTHING) -> Table:
     note = "quick sizes: the limits are for the full ones" if quick else None
     table = Table(title="Ratios: Lowtide's figure by the other's", caption=note)
     table.add_column("benchmark", no_wrap=True)
@@ -209,15 +211,20 @@ def _table(rows: Sequence[Row], quick: bool) -> Table:
     table.add_column("kept?")
     for row in rows:
         if row.value is None:
-            table.add_row(row.benchmark, Text(row.what), NOTHING, _figure(row.limit), Text(row.why))
+            table.add_row(row.benchmark, Text(row.what), dash, _figure(row.limit, dash), Text(row.why))
         else:
             kept = {None: "", True: "yes", False: "NO"}[row.kept]
-            table.add_row(row.benchmark, Text(row.what), _figure(row.value), _figure(row.limit), kept)
+            table.add_row(row.benchmark, Text(row.what), _figure(row.value, dash), _figure(row.limit, dash), kept)
     return table
 
 
-def _figure(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.3f}"
+def _figure(value: float | None, dash: str) -> str:
+    return dash if value is None else f"{value:.3f}"
+
+
+def _dash(encoding: str) -> str:
+    """What stands for no figure where that is the encoding."""
+    return NOTHING if NOTHING.encode(encoding, "ignore") else PLAIN_NOTHING
 
 
 def _document(rows: Sequence[Row], quick: bool) -> dict[str, Any]:

@@ -13,12 +13,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from lowtide.cli.files import check_file, write
 from lowtide.cli.paper import equal_chain, read_chain, read_disk
-from lowtide.cli.report import tell, write_page, wrote
+from lowtide.cli.report import tell
 from lowtide.errors import InputError
 from lowtide.plan import Plan
 from lowtide.planners.choose import choose
 from lowtide.planners.frontier import frontier
+from lowtide.report.page import page as report_page
 from lowtide.sizes import format_size
 from lowtide.targets import plan_target
 from lowtide.targets.frameworks import FRAMEWORKS
@@ -88,6 +90,8 @@ def plan_command(
     if sweep:
         _refuse(knobs, "--sweep tries every budget")
         _refuse({"save": save, "report": report}, "--sweep makes many plans")
+    check_file(save, "--save")
+    check_file(report, "--report")
     disk = read_disk(disk_write, disk_read)
     costs = {"state": state, "tape": tape, "working": working, "forward": forward, "backward": backward}
     made: Plan | None = None
@@ -110,10 +114,9 @@ def plan_command(
         made = choose(the_chain, budget, checkpoints=checkpoints, base=base, disk=disk)
     typer.echo(made.to_json() if as_json else str(made))
     if save is not None:
-        save.write_text(made.to_json(), encoding="utf-8")
-        wrote(save)
+        write(save, made.to_json())
     if report is not None:
-        write_page(tell(made, None), report)
+        write(report, report_page(tell(made, None)))
 
 
 def _with_bar(plans: Iterable[Plan], points: int) -> list[Plan]:

@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lowtide import report
+from lowtide.cli.files import check_file, make_room, write, wrote
 from lowtide.errors import InputError
 from lowtide.plan import Plan, Receipt
-from lowtide.report import Story
+from lowtide.report import Story, figures
 from lowtide.report import text as text_report
 from lowtide.report.page import page as report_page
 
@@ -54,14 +55,15 @@ def report_command(
     taken = [path for path in (plan_file, receipt_file) if path is not None and path.resolve() == page.resolve()]
     if taken:
         raise InputError(f"the page would replace {taken[0]}, which it is made from; give another --output")
+    check_file(page, "--output")
+    figures.check_path(figure)
+    check_file(figure, "--figure")
     story = tell(plan, receipt, points)
     if text:
         text_report.show(story, Console())
-    write_page(story, page)
+    write(page, report_page(story))
     if figure is not None:
-        from lowtide.report import figures  # matplotlib takes a second to come
-
-        figures.figure(story, figure)
+        figures.figure(story, make_room(figure))
         wrote(figure)
     if open_page:
         webbrowser.open(page.resolve().as_uri())
@@ -79,18 +81,6 @@ def tell(plan: Plan, receipt: Receipt | None, points: int = 32) -> Story:
             points=points,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
-
-
-def write_page(story: Story, path: Path) -> None:
-    """Write the page, and say so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report_page(story), encoding="utf-8")
-    wrote(path)
-
-
-def wrote(path: Path) -> None:
-    """Say so, beside what is printed."""
-    typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes)", err=True)
 
 
 def _read(path: Path, reader: Callable[[str], _V], what: str, maker: str) -> _V:

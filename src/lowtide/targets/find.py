@@ -25,12 +25,13 @@ def importable(target: str) -> Iterator[None]:
     """Let modules beside a target be imported while this lasts: functions may import when they are called."""
     where, _, _ = target.rpartition(":")
     folders = [str(Path.cwd()), *([str(Path(where).resolve().parent)] if where.endswith(".py") else [])]
-    sys.path[:0] = folders
+    path, before = sys.path, list(sys.path)
+    path[:0] = folders
     try:
         yield
     finally:
-        for folder in folders:
-            sys.path.remove(folder)
+        sys.path = path  # whatever the target did with it
+        path[:] = before
 
 
 @contextmanager
@@ -54,9 +55,11 @@ def find(target: str) -> Any:
     found: Any = module
     holder = where
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise InputError(f"{holder} has no {part!r}; {_others(found, part)}")
-        found = getattr(found, part)
+        with showing(f"reading {part!r} of {holder}"):  # a property may do anything
+            try:
+                found = getattr(found, part)
+            except AttributeError as error:
+                raise InputError(f"{holder} has no {part!r}; {_others(found, part)}") from error
         holder = f"{holder}{':' if holder == where else '.'}{part}"
     return found
 

@@ -7,16 +7,32 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Protocol
 
 from lowtide.errors import InputError
+from lowtide.plan import Plan
 
 FRAMEWORKS = ("torch", "jax")
 _OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "equinox": "jax"}
 
 
-def front_end(values: Any, framework: str | None, what: str) -> tuple[str, Any]:
+class FrontEnd(Protocol):
+    """What is asked of Lowtide's part for a framework."""
+
+    Steps: Any  # in torch alone
+
+    def plan_scan(self, *args: Any, **options: Any) -> Plan:
+        """The plan of a step with a carry."""
+
+    def plan_for_loop(self, *args: Any, **options: Any) -> Plan:
+        """The plan of a step that keeps its state to itself."""
+
+    def plan_sequential(self, *args: Any, **options: Any) -> Plan:
+        """The plan of layers."""
+
+
+def front_end(values: Any, framework: str | None, what: str) -> tuple[str, FrontEnd]:
     """The name of the framework that the values belong to, or of the one that is asked for, and Lowtide's part for it.
 
     Raises:
@@ -27,7 +43,8 @@ def front_end(values: Any, framework: str | None, what: str) -> tuple[str, Any]:
         raise InputError(f"--framework {name}: there is {' and '.join(FRAMEWORKS)}")
     if importlib.util.find_spec(name) is None:
         raise InputError(f"{name} is not installed here; install lowtide[{name}]")
-    return name, importlib.import_module(f"lowtide.{name}")
+    front: Any = importlib.import_module(f"lowtide.{name}")
+    return name, front
 
 
 def _recognised(values: Any, what: str) -> str:
@@ -72,7 +89,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, FunctionType):
         names = set(_names(value.__code__))
         yield from (held for name, held in value.__globals__.items() if name in names)
-        yield from (cell.cell_contents for cell in value.__closure__ or ())
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())  # nothing is in some
     elif hasattr(value, "__dict__"):
         yield from vars(value).values()
 

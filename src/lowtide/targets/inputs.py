@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import textwrap
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +21,19 @@ class Form:
     dtype: str
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
     @classmethod
     def read(cls, text: str) -> Form:
         """The form that is written "float32[64,80]", and "float32[]" for a single number."""
         match = _FORM.fullmatch(text)
         if match is None:
             raise InputError(f"--input {text!r} is no dtype[shape]; write it like 'float32[64,80]' or 'int64[32]'")
-        shape = tuple(int(size) for size in match[2].split(",")) if match[2] else ()
+        try:
+            shape = tuple(int(size) for size in match[2].split(",")) if match[2] else ()
+        except ValueError as error:  # thousands of digits
+            raise InputError(f"--input {match[1]}: a size of that many digits is none; {error}") from error
         if 0 in shape:
             raise InputError(f"--input {text!r} has no numbers in it; give sizes of at least 1")
         return cls(match[1], shape)
@@ -41,10 +49,18 @@ def torch_tensors(forms: Sequence[Form]) -> list[Any]:
         dtype = getattr(torch, form.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise _unknown(form, "torch", "float32, bfloat16, int64, bool")
-        if dtype.is_floating_point or dtype.is_complex:
-            made.append(torch.randn(form.shape, generator=generator).to(dtype))
-        else:
-            made.append(torch.zeros(form.shape, dtype=dtype))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of dtypes that are on their way out
+                if dtype.is_floating_point or dtype.is_complex:
+                    made.append(torch.randn(form.shape, generator=generator).to(dtype))
+                else:
+                    made.append(torch.zeros(form.shape, dtype=dtype))
+        except (RuntimeError, TypeError) as error:  # more than memory holds, or a dtype that holds no numbers
+            raise InputError(
+                f"--input {form}: torch cannot make such a tensor; give a smaller shape, or another dtype such as "
+                f"float32. It says: {textwrap.shorten(str(error), 160)}"
+            ) from error
     return made
 
 

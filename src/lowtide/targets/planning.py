@@ -14,7 +14,7 @@ from lowtide.knobs import Knobs
 from lowtide.plan import Plan
 from lowtide.planners.choose import choose
 from lowtide.targets.find import find, importable, showing
-from lowtide.targets.frameworks import front_end
+from lowtide.targets.frameworks import FrontEnd, front_end
 from lowtide.targets.inputs import Form, jax_types, torch_tensors
 
 ACCEPTED = """  a function without parameters that returns
@@ -59,10 +59,11 @@ def plan_target(
     knob = {name: value for name, value in given.items() if value is not None}
     with importable(target):
         found = find(target)
-        if _makes(found, target, len(forms)):
-            with showing(target):
-                found = found()
-        return _Request(target, knob, disk, forms, steps, framework).plan(found)
+        with showing(f"planning {target}"):
+            if _makes(found, target, len(forms)):
+                with showing(target):
+                    found = found()
+            return _Request(target, knob, disk, forms, steps, framework).plan(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class _Request:
             return self._from_tuple(value)
         if self.steps is not None and callable(value):  # a module whose steps get nothing
             _, lt = self._front_end(value)
-            return self._run(lt.plan_for_loop, value, length=self.steps, **self.knob)
+            return lt.plan_for_loop(value, length=self.steps, **self.knob)
         raise self._refusal(value)
 
     def _on_paper(self, value: Plan | Chain) -> Plan:
@@ -113,7 +114,7 @@ class _Request:
                 xs = [lt.Steps(functools.partial(_same, x), self.steps) for x in torch_tensors(self.forms)]
             else:
                 xs = jax_types(self.forms, self.steps)
-            return self._run(lt.plan_for_loop, value, *xs, length=self.steps, **self.knob)
+            return lt.plan_for_loop(value, *xs, length=self.steps, **self.knob)
         if not isinstance(value, Iterable):
             raise InputError(
                 f"{self.target} is {_named(value)}, which is no row of layers; give --steps to plan it as the step of "
@@ -131,20 +132,16 @@ class _Request:
         _, lt = self._front_end(value)
         if are_layers:
             return self._layers(lt, first, rest[0])
-        return self._run(lt.plan_scan, first, *rest, length=self.steps, **self.knob)
+        return lt.plan_scan(first, *rest, length=self.steps, **self.knob)
 
-    def _front_end(self, values: Any) -> tuple[str, Any]:
+    def _front_end(self, values: Any) -> tuple[str, FrontEnd]:
         return front_end(values, self.framework, self.target)
 
-    def _layers(self, lt: Any, layers: Any, x: Any) -> Plan:
+    def _layers(self, lt: FrontEnd, layers: Any, x: Any) -> Plan:
         others = [f"--{name}" for name in self.knob if name != "budget"]
         if others:
             raise InputError(f"layers are planned for a budget; give --budget instead of {others[0]}")
-        return self._run(lt.plan_sequential, layers, x, **self.knob)
-
-    def _run(self, plan: Callable[..., Plan], *args: Any, **options: Any) -> Plan:
-        with showing(f"planning {self.target}"):
-            return plan(*args, **options)
+        return lt.plan_sequential(layers, x, **self.knob)
 
     def _refusal(self, value: Any) -> InputError:
         return InputError(f"{self.target} gives {_named(value)}, which cannot be planned. What can:\n{ACCEPTED}")

@@ -53,14 +53,27 @@ function frontierMap(data, marks, width) {
   return {
     width, height, box, x, y, low, high, floor, ceiling, isLog,
     beyond: data.frontier.filter((m) => m.factor > ceiling),
-    shown: data.frontier.filter((m) => m.factor <= ceiling),
+    stairs: stairsOf(data.frontier).map((m) => [x(m.peak), y(m.factor)]),
     place: ({ peak, factor }) => [x(Math.max(peak, low)), within(y(Math.max(factor, floor)), box.top + 8, box.bottom)],
-    trace: (line) => line.map((m, k) => `${k ? 'L' : 'M'}${x(m.peak).toFixed(1)} ${y(m.factor).toFixed(1)}`).join(''),
   };
 }
 
+// The plans that no smaller one beats. Each holds until the next: between two dots nothing new is bought.
+function stairsOf(line) {
+  let best = Infinity;
+  return line.filter(({ factor }) => {
+    const isBetter = factor < best;
+    best = Math.min(best, factor);
+    return isBetter;
+  });
+}
+
+// Along the stairs: to the right, then down; the last step goes on to the edge.
+const trace = (stairs, right) =>
+  `${stairs.map(([x, y], k) => (k ? `H${x.toFixed(1)}V${y.toFixed(1)}` : `M${x.toFixed(1)} ${y.toFixed(1)}`)).join('')}H${right}`;
+
 // What lies under the line, and the axes.
-function drawSea(svg, data, { width, box, x, y, low, high, floor, ceiling, isLog, shown, trace }) {
+function drawSea(svg, data, { width, box, x, y, low, high, floor, ceiling, isLog, stairs }) {
   const frame = { x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top };
   svg.append(draw('defs', {},
     draw('clipPath', { id: 'inside' }, draw('rect', frame)),
@@ -68,7 +81,7 @@ function drawSea(svg, data, { width, box, x, y, low, high, floor, ceiling, isLog
       draw('line', { x1: 0, y1: 0, x2: 0, y2: 7, class: 'hatch' })),
     draw('linearGradient', { id: 'sea', x1: 0, y1: 0, x2: 0, y2: 1 },
       draw('stop', { offset: '0', class: 'sea-top' }), draw('stop', { offset: '1', class: 'sea-floor' }))));
-  svg.append(draw('path', { d: `${trace(shown)}V${box.bottom}H${x(shown[0].peak)}Z`, fill: 'url(#sea)' }));
+  svg.append(draw('path', { d: `${trace(stairs, box.right)}V${box.bottom}H${stairs[0][0]}Z`, fill: 'url(#sea)', 'clip-path': 'url(#inside)' }));
   const sizes = sizeTicks(low, high, width / 95);
   svg.append(axes(box, {
     x, y,
@@ -97,10 +110,8 @@ function drawLimits(svg, data, view, { box, x, high }) {
     : { x: place + 6, y: box.top + 10, class: 'budget-text' }, `budget ${view.text.budget}${isBeyond ? ' →' : ''}`));
 }
 
-function drawLine(svg, data, index, { box, x, beyond, shown, place, trace }) {
-  const guess = trace([...beyond.slice(-1), ...shown.slice(0, 1)]);
-  svg.append(draw('path', { d: guess, class: 'frontier-line guess', 'clip-path': 'url(#inside)' }));
-  svg.append(draw('path', { d: trace(shown), class: 'frontier-line' }));
+function drawLine(svg, data, index, { box, x, beyond, stairs, place }) {
+  svg.append(draw('path', { d: trace(stairs, box.right), class: 'frontier-line', 'clip-path': 'url(#inside)', 'data-test': 'frontier-line' }));
   const circle = (point, r, kind) => {
     const [cx, cy] = place(point);
     svg.append(draw('circle', { cx, cy, r, class: kind }));
@@ -112,24 +123,23 @@ function drawLine(svg, data, index, { box, x, beyond, shown, place, trace }) {
 }
 
 // The marks and their labels, which keep off the dots, the line, each other and the words at the limits.
-function drawMarks(svg, data, marks, index, { width, box, x, y, place }) {
-  const around = ([px, py], by) => [px - by, py - by, px + by, py + by];
-  const taken = [...data.views.map((view) => around(place(view), 7)), ...marks.map((mark) => around(place(mark), 8))];
-  const line = data.frontier;
-  for (let k = 1; k < line.length; k += 1) {
-    for (const t of [0, 0.25, 0.5, 0.75]) {
-      const part = (from, to) => from + t * (to - from);
-      taken.push(around([part(x(line[k - 1].peak), x(line[k].peak)), part(y(line[k - 1].factor), y(line[k].factor))], 3));
-    }
-  }
+function drawMarks(svg, data, marks, index, { width, box, x, stairs, place }) {
+  const points = [...data.views, ...marks].map(place);
+  const taken = points.map((point, k) => around(point, k < data.views.length ? 7 : 8));
+  stairs.forEach(([left, top], k) => {
+    const [right, bottom] = stairs[k + 1] ?? [box.right, top];
+    taken.push([left, top - 3, right, top + 3], [right - 3, top, right + 3, bottom]);
+  });
   if (data.least > 0) taken.push([x(data.least) - 22, box.bottom - 210, x(data.least), box.bottom]);
   const { budget } = data.views[index];
   if (budget !== null) taken.push([x(budget) - 160, box.top - 4, x(budget) + 160, box.top + 14], [x(budget) - 2, box.top, x(budget) + 2, box.bottom]);
-  placeLabel(svg, box, taken, place(data.views[data.chosen]), 'the plan', 'the plan', 'label own');
+  const scene = { box, taken, points };
+  placeLabel(svg, scene, place(data.views[data.chosen]), ['the plan'], 'label own');
   marks.forEach((mark, k) => {
-    svg.append(draw('path', { d: shapeOf(mark.kind, ...place(mark)), class: `mark ${mark.kind}` }));
-    placeLabel(svg, box, taken, place(mark), width < 560 ? null : `${k + 1} · ${cut(mark.name, 26)}`, String(k + 1), `label ${mark.kind}`);
+    const texts = width < 560 ? [String(k + 1)] : [`${k + 1} · ${cut(mark.name, 26)}`, String(k + 1)];
+    placeLabel(svg, scene, place(mark), texts, `label ${mark.kind}`);
   });
+  for (const mark of marks) svg.append(draw('path', { d: shapeOf(mark.kind, ...place(mark)), class: `mark ${mark.kind}` }));
 }
 
 // What is near the pointer is told; a view that is clicked is shown.
@@ -164,23 +174,43 @@ const shapeOf = (kind, x, y) => (kind === 'peer'
   ? `M${x} ${y - 6}L${x + 6} ${y}L${x} ${y + 6}L${x - 6} ${y}Z`
   : `M${x - 5} ${y - 5}L${x + 5} ${y + 5}M${x + 5} ${y - 5}L${x - 5} ${y + 5}`);
 
-// Writes the label where it hides nothing: the long form if there is room, else the short one, further out if need be.
-function placeLabel(svg, box, taken, [x, y], long, short, kind) {
-  for (const text of [long, short]) {
-    if (text === null) continue;
+// Writes the label where it hides nothing: the first text that has room, further out if need be. A thin line leads to its
+// mark where the label is far from it, or as near to another.
+function placeLabel(svg, { box, taken, points }, [x, y], texts, kind) {
+  for (const [text, reach] of texts.map((written, k) => [written, k === texts.length - 1 ? AWAY : AWAY.slice(0, 4)])) {
     const [w, h] = [textWidth(text), 14];
-    for (const away of text === long ? [11, 22, 36] : [11, 20, 32, 48, 66]) {
-      for (const [dx, dy] of [[1, -0.5], [-1, -0.5], [1, 0.9], [-1, 0.9], [0, -1], [0, 1], [1, 0], [-1, 0], [0.5, -1.4], [-0.5, -1.4], [0.5, 1.4], [-0.5, 1.4]]) {
-        const cx = x + dx * away + (dx === 0 ? 0 : Math.sign(dx) * (w / 2));
+    for (const away of reach) {
+      for (const [dx, dy] of TOWARDS) {
+        const cx = x + dx * away + Math.sign(dx) * (w / 2);
         const cy = y + dy * (away + 3);
         const spot = [cx - w / 2 - 2, cy - h / 2, cx + w / 2 + 2, cy + h / 2];
-        const inside = spot[0] >= box.left && spot[2] <= box.right + 12 && spot[1] >= box.top - 4 && spot[3] <= box.bottom - 1;
-        if (!inside || taken.some((other) => spot[0] < other[2] && spot[2] > other[0] && spot[1] < other[3] && spot[3] > other[1])) continue;
-        if (away > 22) svg.append(draw('line', { x1: x, y1: y, x2: within(x, spot[0], spot[2]), y2: within(y, spot[1], spot[3]), class: 'leader' }));
+        const isInside = spot[0] >= box.left && spot[2] <= box.right + 12 && spot[1] >= box.top - 4 && spot[3] <= box.bottom - 1;
+        if (!isInside || taken.some((other) => overlap(spot, other))) continue;
+        const end = [within(x, spot[0], spot[2]), within(y, spot[1], spot[3])];
+        const own = Math.hypot(end[0] - x, end[1] - y);
+        const isPlain = own <= 26 && points.every(([px, py]) => (px === x && py === y) || distance([px, py], spot) > 1.3 * own);
+        if (!isPlain) {
+          const leader = beads([x, y], end);
+          if (away < 22 || leader.some((bead) => taken.some((other) => other.isLabel && overlap(bead, other)))) continue;
+          svg.append(draw('line', { x1: x, y1: y, x2: end[0], y2: end[1], class: 'leader' }));
+          taken.push(...leader);
+        }
         svg.append(draw('text', { x: cx, y: cy + 4, 'text-anchor': 'middle', class: kind }, text));
-        taken.push(spot);
+        taken.push(Object.assign(spot, { isLabel: true }));
         return;
       }
     }
   }
+}
+
+const AWAY = [11, 22, 36, 54, 74, 96, 120, 150];
+const TOWARDS = [[1, -0.5], [-1, -0.5], [1, 0.9], [-1, 0.9], [0, -1], [0, 1], [1, 0], [-1, 0], [0.5, -1.4], [-0.5, -1.4], [0.5, 1.4], [-0.5, 1.4]];
+const around = ([x, y], by) => [x - by, y - by, x + by, y + by];
+const overlap = (one, other) => one[0] < other[2] && one[2] > other[0] && one[1] < other[3] && one[3] > other[1];
+const distance = ([x, y], [left, top, right, bottom]) => Math.hypot(x - within(x, left, right), y - within(y, top, bottom));
+
+// Small squares along a line, for what has to keep off it.
+function beads([x0, y0], [x1, y1]) {
+  const count = Math.ceil(Math.hypot(x1 - x0, y1 - y0) / 4);
+  return Array.from({ length: count }, (_, k) => around([x0 + ((x1 - x0) * k) / count, y0 + ((y1 - y0) * k) / count], 2));
 }

@@ -56,14 +56,14 @@ function makeControls(data, where, select) {
   byId('back').addEventListener('click', () => go(data.chosen));
   byId('have').addEventListener('submit', (event) => {
     event.preventDefault();
-    const text = byId('have-size').value;
-    const bytes = parseSize(text, data.plain.memory);
-    if (bytes === null) return say('That is not a size. Write it like 64 MiB, 1.5 GB or 25%.');
+    const { bytes, why } = parseSize(byId('have-size').value, data.plain.memory);
+    if (why) return say(why);
     const least = Math.min(...data.views.map(budgetOf));
     const fitting = data.views.findLastIndex((view) => budgetOf(view) <= bytes);
     if (fitting >= 0) {
       select(fitting);
-      return say(`With ${formatSize(bytes)}: the plan for ${data.views[fitting].text.budget === 'none' ? data.views[fitting].name : data.views[fitting].text.budget}.`);
+      const { budget, name, text } = data.views[fitting];
+      return say(`With ${formatSize(bytes)}: the plan for ${budget === null ? name : text.budget}, the largest on this page that fits.`);
     }
     return say(bytes < data.least
       ? `Nothing fits in ${formatSize(bytes)}: the least is ${formatSize(data.least)}.`

@@ -1,5 +1,7 @@
-// Memory over time, stacked: what is always held at the bottom, then what the plan holds, up to the peak and its cause.
+// Memory over time, stacked: what a budget counts stands on zero, up to the peak and its cause. What is held with or
+// without a plan hangs below zero, so that the axis is the budget's.
 
+const DEEPEST = 0.3; // of the part above zero: large parameters would press it flat
 const LAYERS = [
   ['snapshots', 'snapshots'],
   ['tape', 'tape'],
@@ -19,45 +21,48 @@ function showMemory(data, view) {
   const total = (i) => LAYERS.reduce((sum, [key]) => sum + memory[key][i], 0);
   const peak = total(worst);
   const budget = view.budget !== null && view.budget <= 2.5 * peak ? view.budget : null;
-  const most = (base + Math.max(peak, budget ?? 0, view.own ? Math.max(0, ...curve) : 0)) * 1.06;
+  const most = Math.max(peak, budget ?? 0, view.own ? Math.max(0, ...curve) : 0) * 1.06 || 1;
+  const depth = Math.min(base, DEEPEST * most);
   const box = { left: 74, right: width - 14, top: 48, bottom: height - 46 };
   const x = linear(0, timeline.ticks, box.left, box.right);
-  const seconds = linear(0, timeline.seconds, box.left, box.right);
-  const y = linear(0, most, box.bottom, box.top);
+  const time = timeOf(data, timeline);
+  const y = linear(-depth, most, box.bottom, box.top);
 
-  const svg = chart(width, height, `Memory over ${formatSeconds(timeline.seconds)}: at most ${view.text.peak}, ${memory.what[worst]}. Arrow keys walk through it.`,
+  const svg = chart(width, height, `Memory over ${time.total}: at most ${view.text.peak}, ${memory.what[worst]}. Arrow keys walk through it.`,
     { class: 'memory', tabindex: 0 });
   const scale = evenSizes(0, most, 5);
   svg.append(axes(box, {
-    x: seconds, y,
-    xTicks: roundTicks(0, timeline.seconds, width / 110), yTicks: scale.ticks,
-    xText: formatSeconds, yText: scale.text, xTitle: 'predicted time', yTitle: 'memory',
+    x: linear(0, time.whole, box.left, box.right), y,
+    xTicks: roundTicks(0, time.whole, width / 110), yTicks: scale.ticks,
+    xText: time.text, yText: scale.text, xTitle: time.title, yTitle: 'memory',
   }));
-  const levels = new Array(memory.start.length).fill(base);
   let under = 0;
   for (const [name, , bytes] of constant) {
-    svg.append(draw('rect', { x: box.left, y: y(under + bytes), width: box.right - box.left, height: y(under) - y(under + bytes), class: name }));
-    under += bytes;
+    const deep = (bytes / base) * depth;
+    svg.append(draw('rect', { x: box.left, y: y(-under), width: box.right - box.left, height: y(0) - y(deep), class: name, 'data-test': `band-${name}` }));
+    under += deep;
   }
-    for (const [key] of LAYERS) {
+  const levels = new Array(memory.start.length).fill(0);
+  for (const [key] of LAYERS) {
     if (!memory[key].some((bytes) => bytes > 0)) continue;
     const before = levels.slice();
     levels.forEach((level, i) => { levels[i] = level + memory[key][i]; });
     svg.append(draw('path', { d: band(memory, before, levels, x, y), class: key, 'data-test': `band-${key}` }));
   }
   if (budget !== null) {
-    const line = y(base + budget);
-    svg.append(draw('line', { x1: box.left, x2: box.right, y1: line, y2: line, class: 'budget' }));
+    const line = y(budget);
+    svg.append(draw('line', { x1: box.left, x2: box.right, y1: line, y2: line, class: 'budget', 'data-test': 'memory-budget' }));
     svg.append(draw('text', { x: box.left + 6, y: line + (line - box.top > 16 ? -6 : 15), class: 'budget-text halo' }, `budget ${view.text.budget}`));
   }
   if (curve.length > 0) {
     const wide = (box.right - box.left) / curve.length;
-    const steps = curve.map((bytes, i) => `${i ? 'L' : 'M'}${(box.left + i * wide).toFixed(1)} ${y(base + bytes).toFixed(1)}h${wide.toFixed(2)}`);
+    const steps = curve.map((bytes, i) => `${i ? 'L' : 'M'}${(box.left + i * wide).toFixed(1)} ${y(bytes).toFixed(1)}h${wide.toFixed(2)}`);
     svg.append(draw('path', { d: steps.join(''), class: `curve${view.own ? '' : ' dim'}`, 'data-test': 'curve' }));
   }
+  if (base > 0) svg.append(draw('line', { x1: box.left, x2: box.right, y1: y(0), y2: y(0), class: 'zero', 'data-test': 'zero' }));
   const middle = (i) => x((memory.start[i] + memory.stop[i]) / 2);
-  const [px, py] = [middle(worst), y(base + peak)];
-  svg.append(draw('line', { x1: px, x2: px, y1: box.top - 8, y2: box.bottom, class: 'peak-line' }));
+  const [px, py] = [middle(worst), y(peak)];
+  svg.append(draw('line', { x1: px, x2: px, y1: box.top - 8, y2: y(0), class: 'peak-line' }));
   svg.append(draw('circle', { cx: px, cy: py, r: 5, class: 'peak-dot' }));
   const told = `peak ${view.text.peak}, ${memory.what[worst]}`;
   const label = cutToWidth(told, box.right - box.left - 20);
@@ -69,8 +74,8 @@ function showMemory(data, view) {
   const describe = (i) => ({
     key: i,
     x: middle(i),
-    y: y(base + total(i)),
-    lines: [memory.what[i], `${formatSize(total(i))} at ${formatSeconds((memory.start[i] / timeline.ticks) * timeline.seconds)}`,
+    y: y(total(i)),
+    lines: [memory.what[i], `${formatSize(total(i))} at ${time.text(time.at(memory.start[i]))}`,
       ...LAYERS.filter(([key]) => memory[key][i] > 0).map(([key, name]) => `${name} ${formatSize(memory[key][i])}`)],
   });
   probe(svg, {
@@ -79,7 +84,7 @@ function showMemory(data, view) {
     mark: (place) => fill(pointer, place === null ? { visibility: 'hidden' } : { visibility: 'visible', x1: place.x, x2: place.x }, []),
   });
   host.replaceChildren(svg);
-  explain(data, view, constant, budget === null && view.budget !== null);
+  explain(data, view, constant, { isFarBudget: budget === null && view.budget !== null, isCutOff: depth < base });
 }
 
 // The outline of one layer: along the top from left to right, back along the bottom.
@@ -91,7 +96,7 @@ function band(memory, before, after, x, y) {
 }
 
 // The words around the chart: the cause of the peak, sizes at the peak, and how the measured curve is to be read.
-function explain(data, view, constant, isFarBudget) {
+function explain(data, view, constant, { isFarBudget, isCutOff }) {
   const { memory, worst } = view.timeline;
   const hasCurve = data.receipt !== null && data.receipt.curve.length > 0;
   const held = LAYERS.filter(([key]) => memory[key][worst] > 0);
@@ -103,7 +108,8 @@ function explain(data, view, constant, isFarBudget) {
     ...LAYERS.filter(([key]) => memory[key].some((bytes) => bytes > 0)).map(([key, name]) => entry(key, name, memory[key][worst])),
     !hasCurve ? null : entry('curve thin', view.own ? 'measured' : "measured, the plan's own run", null));
   const notes = [];
-  if (constant.length > 0) notes.push('Parameters and gradients are held with or without a plan; no budget counts them.');
+  if (constant.length > 0) notes.push(`Below zero: ${constant.map(([name]) => name).join(' and ')}, held with or without a plan; no budget counts them.`);
+  if (isCutOff) notes.push('They are not to scale, or they would press the rest flat.');
   if (isFarBudget) notes.push(`The budget of ${view.text.budget} lies far above this scale.`);
   if (hasCurve) {
     notes.push(`Measured: most bytes alive in each of ${data.receipt.curve.length} equal shares of the recorded time, `

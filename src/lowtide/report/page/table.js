@@ -68,7 +68,8 @@ function tableCell(cell, { key, kind }) {
   if (cell === null) return make('td', { class: kind });
   if (kind === 'text') {
     const look = { why: 'why', decision: cell === 'keep' ? 'keep' : 'again' }[key] ?? '';
-    return named('td', String(cell), key === 'why' ? 240 : 40, { class: `text ${look}` });
+    // The style sheet cuts it to the width there is; the title has all of it.
+    return make('td', { class: `text ${look}`, title: cell }, make('bdi', {}, cut(cell, 240)));
   }
   return make('td', { class: kind, title: kind === 'bytes' ? `${grouped(cell)} B` : null }, cellText(cell, kind));
 }

@@ -53,32 +53,51 @@ function formatSize(bytes) {
   return `${grouped(bytes)} B`;
 }
 
+// Nobody counts so many digits: larger numbers are written as powers of ten.
+const LONGEST = 1e12;
+const power = (value) => value.toExponential(2).replace(/\.?0*e\+?/u, 'e');
+
 // Four digits, or as many as a whole number has.
 function formatNumber(value) {
+  if (Math.abs(value) >= LONGEST) return power(value);
   if (Number.isInteger(value) || Math.abs(value) >= 1000) return grouped(value);
   return String(Number(value.toPrecision(4)));
 }
 
 // Three digits.
-const digits = (value) => EXACT.format(Number(value.toPrecision(3)));
+const digits = (value) => (Math.abs(value) >= LONGEST ? power(value) : EXACT.format(Number(value.toPrecision(3))));
 
-function formatSeconds(seconds) {
-  if (seconds >= 1 || seconds === 0) return `${digits(seconds)} s`;
-  if (seconds >= 1e-3) return `${digits(seconds * 1e3)} ms`;
-  if (seconds >= 1e-6) return `${digits(seconds * 1e6)} µs`;
-  return `${digits(seconds * 1e9)} ns`;
+// How a plan's time is told. A chain's seconds may be in any unit, so it is a multiple of the plain run's; where that
+// takes no time, a share of the whole. `at` is the time of a tick, `span` two times with digits enough to differ.
+function timeOf(data, timeline) {
+  const plain = data.plain.seconds;
+  const [whole, unit] = plain > 0 ? [timeline.seconds / plain, 'x'] : [100, '%'];
+  const text = (time) => `${digits(time)}${unit}`;
+  const span = (from, to) => {
+    const places = within(Math.ceil(1 - Math.log10(to - from || 1)), 0, 12);
+    return [from, to].map((time) => `${EXACT.format(Number(time.toFixed(places)))}${unit}`).join(' to ');
+  };
+  return {
+    whole, text, span,
+    total: plain > 0 ? `${text(whole)} the plain run's time` : 'the whole time',
+    at: (tick) => (tick / timeline.ticks) * whole,
+    title: plain > 0 ? 'predicted time, as a multiple of the plain run' : 'predicted time, as a share of the whole',
+  };
 }
 
 const SPELLED = { '': 1, b: 1, kb: 1e3, mb: 1e6, gb: 1e9, tb: 1e12, kib: 2 ** 10, mib: 2 ** 20, gib: 2 ** 30, tib: 2 ** 40 };
 
-// Bytes of "64 MiB", "1.5 GB" or "25%" (of `whole`), as lowtide.sizes reads them; null if it is none of these.
+// Bytes of "64 MiB", "1.5 GB" or "25%" (of `whole`), exact and rounded down, as lowtide.sizes reads them; or `why` not.
 function parseSize(text, whole) {
-  const match = /^\s*(\d+|\d{1,3}(?:,\d{3})+|(?=\.\d))(\.\d+)?\s*([a-z]*|%)\s*$/iu.exec(text);
-  if (match === null) return null;
-  const number = Number((match[1] || '0').replaceAll(',', '') + (match[2] ?? ''));
-  const factor = match[3] === '%' ? whole / 100 : SPELLED[match[3].toLowerCase()];
-  const bytes = Math.floor(number * (factor ?? NaN));
-  return bytes >= 1 ? bytes : null;
+  const match = /^\s*(\d+|\d{1,3}(?:,\d{3})+|(?=\.\d))(?:\.(\d+))?\s*([a-z]*|%)\s*$/iu.exec(text);
+  const unit = match?.[3].toLowerCase();
+  if (match === null || !(unit === '%' || Object.hasOwn(SPELLED, unit))) return { why: 'That is not a size. Write it like 64 MiB, 1.5 GB or 25%.' };
+  const after = match[2] ?? '';
+  const [number, parts] = [BigInt(match[1].replaceAll(',', '') + after), 10n ** BigInt(after.length)];
+  if (unit === '%' && number > 100n * parts) return { why: 'A share is at most 100%, which is what the plain run keeps.' };
+  if (SPELLED[unit] === 1 && number % parts > 0n) return { why: 'That is not a whole number of bytes. Name a unit, as in 1.5 GB.' };
+  const bytes = unit === '%' ? (number * BigInt(whole)) / (100n * parts) : (number * BigInt(SPELLED[unit])) / parts;
+  return bytes >= 1n ? { bytes: Number(bytes) } : { why: 'That comes to less than one byte.' };
 }
 
 const stepsOf = (start, stop) => (stop - start === 1 ? `step ${grouped(start)}` : `steps [${grouped(start)}, ${grouped(stop)})`);
@@ -126,8 +145,9 @@ function sizeTicks(low, high, count) {
 function factorTicks(low, high, count, isLog) {
   if (!isLog) return roundTicks(low, high, count);
   const ticks = [];
-  for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) {
-    for (const times of high / low > 100 ? [1] : high / low > 20 ? [1, 3] : [1, 1.5, 2, 3, 5, 7]) ticks.push(times * power);
+  const stride = Math.max(1, Math.ceil(Math.log10(high / low) / count));
+  for (let exponent = Math.floor(Math.log10(low)); exponent <= Math.log10(high); exponent += stride) {
+    for (const times of high / low > 100 ? [1] : high / low > 20 ? [1, 3] : [1, 1.5, 2, 3, 5, 7]) ticks.push(times * 10 ** exponent);
   }
   return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
 }

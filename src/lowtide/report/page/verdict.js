@@ -51,17 +51,24 @@ function gauge(data, view, measured) {
   };
   const rows = [row('predicted', view.peak, view.text.peak, view.budget !== null && view.peak > view.budget ? 'predicted over' : 'predicted')];
   if (measured !== null) {
-    const over = view.own && view.budget !== null && measured > view.budget;
-    rows.push(row('measured', measured, data.receipt.text, `measured${over ? ' over' : ''}${view.own ? '' : ' dim'}`));
+    const over = isAboveBudget(view, measured);
+    rows.push(row('measured', measured, data.receipt.text, `measured${over ? ' above' : ''}${view.own ? '' : ' dim'}`));
   }
   const bars = make('div', { class: 'bars' }, ...rows);
   if (view.budget !== null) {
     const line = make('i', { class: 'limit' }, make('span', {}, `budget ${view.text.budget}`));
     line.style.left = share(view.budget);
+    line.classList.toggle('early', view.budget < 0.4 * most);
     bars.append(make('div', { class: 'over-tracks', 'aria-hidden': 'true' }, line));
   }
   const told = measured === null
-    ? (data.receipt === null ? 'Nothing was measured: hand over a receipt to see it here.' : 'The receipt counts runs; it holds no bytes.')
+    ? (data.receipt === null ? 'No receipt was handed over: predicted figures only.' : 'The receipt counts runs; it holds no bytes.')
     : `${data.receipt.measuring}${view.own ? '' : ' It belongs to the plan, not to the budget shown.'}`;
-  return make('div', { class: 'gauge', role: 'group', 'aria-label': 'Peak against the budget' }, bars, make('p', { class: 'note' }, told));
+  const note = isAboveBudget(view, measured)
+    ? make('p', { class: 'note warning', 'data-test': 'warning' }, make('b', {}, 'Note'), ' ', told)
+    : make('p', { class: 'note' }, told);
+  return make('div', { class: 'gauge', role: 'group', 'aria-label': 'Peak against the budget' }, bars, note);
 }
+
+// The headline is about the plan. A measurement above its budget is worth a warning, for other code is measured too.
+const isAboveBudget = (view, measured) => view.own && view.budget !== null && measured !== null && measured > view.budget;
