@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,7 @@ from lowtide.planners.choose import choose, least_budget
 from lowtide.report import Mark, write
 from lowtide.report.snippets import snippets
 from lowtide.sizes import format_size
-from tests.report.browser import chromium, data_of, visit, without_data
+from tests.report.browser import Visit, chromium, data_of, visit, without_data
 
 pytestmark = pytest.mark.xdist_group("browser")  # one browser serves them all
 ROLLOUT = dataclasses.replace(
@@ -32,6 +33,7 @@ LAYERS = Chain.of(
     + [StepCost(4_000, 9_000, 4e-3, 9e-3, cotangent=4_000) for _ in range(6)],
     [f"conv{k}" for k in range(10)],
 )
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 HOSTILE = (
     "<script>alert(1)</script>",
     '"><img src=x onerror=alert(2)>',
@@ -130,8 +132,17 @@ def test_a_typed_budget_shows_the_largest_that_fits(browser: Browser, rollout: P
         for typed, answer in [
             ("some", "not a size"),
             ("64M", "not a size"),
+            ("constructor", "not a size"),
+            ("5.", "not a size"),
+            ("1.5", "not a whole number of bytes"),
+            ("0.5 B", "not a whole number of bytes"),
+            ("100.01%", "at most 100%"),
+            ("101%", "at most 100%"),
+            ("0%", "less than one byte"),
+            (".001 KiB", "Nothing fits in 1 B"),
+            ("1.005 KB", "Nothing fits in 1,005 B"),
             ("3 B", f"the least is {format_size(least_budget(ROLLOUT))}"),
-            ("100%", "With "),
+            ("100%", f"With {format_size(ROLLOUT.plain_tape)}: the plan for "),
             ("1,000.5 TiB", "With "),
         ]:
             seen.find("have").fill(typed)
@@ -140,6 +151,7 @@ def test_a_typed_budget_shows_the_largest_that_fits(browser: Browser, rollout: P
         seen.find("have").fill(str(views[5]["budget"] + 1))
         seen.find("have").press("Enter")
         assert seen.text("budget") == views[5]["text"]["budget"]
+        assert f"the plan for {views[5]['text']['budget']}, the largest on this page" in seen.text("have-answer")
         seen.find("have").fill(str(views[5]["budget"] - 1))
         seen.find("have").press("Enter")
         assert seen.text("budget") == views[4]["text"]["budget"]
@@ -156,6 +168,7 @@ def test_the_receipt_is_shown_beside_the_plan_only(browser: Browser, rollout: Pa
             f"{format_size(peak // 8)} of it results and gradients, which no budget counts."
             in seen.page.locator("#verdict").inner_text()
         )
+        assert seen.find("warning").count() == 0
         assert seen.find("curve").get_attribute("class") == "curve"
         assert {"parameters", "gradients"} <= set(seen.page.locator("#memory-legend").inner_text().split())
         seen.show(0)
@@ -163,19 +176,87 @@ def test_the_receipt_is_shown_beside_the_plan_only(browser: Browser, rollout: Pa
         assert "not to the budget shown" in seen.page.locator("#memory-note").inner_text()
 
 
-def test_a_run_that_takes_more_than_the_budget_does_not_fit(browser: Browser, folder: Path) -> None:
-    path = write(choose(LAYERS, 60_000), Receipt(peak_memory=90_000, held=5), folder / "over.html", points=0)
-    with visit(browser, path) as seen:
-        assert seen.text("measured") == format_size(89_995)
-        assert seen.text("verdict") == "Does not fit"
-        assert seen.find("curve").count() == 0
+def test_a_measurement_above_the_budget_is_a_note_and_the_plan_still_fits(browser: Browser, folder: Path) -> None:
+    path = write(choose(LAYERS, 60_000), Receipt(peak_memory=90_000, held=5), folder / "over.html", points=3)
+    for scheme in SCHEMES:
+        with visit(browser, path, scheme=scheme) as seen:
+            assert seen.text("measured") == format_size(89_995)
+            assert seen.text("verdict") == "Fits"
+            assert seen.find("verdict").get_attribute("class") == "fits"
+            assert seen.text("warning") == f"Note {data_of(path)['receipt']['measuring']}"
+            assert "above the budget" in seen.text("warning")
+            assert seen.page.locator(".row.above").count() == 1
+            assert seen.page.locator(".row.over").count() == 0
+            assert seen.find("curve").count() == 0
+            assert seen.page.evaluate(CONTRAST) == []
+            seen.show(len(data_of(path)["views"]) - 1)
+            assert seen.find("warning").count() == 0
 
 
 def test_a_page_without_a_receipt_says_so(browser: Browser, layers: Path) -> None:
     with visit(browser, layers) as seen:
         assert seen.find("measured").count() == 0
-        assert "Nothing was measured" in seen.page.locator("#verdict").inner_text()
+        assert "No receipt was handed over: predicted figures only." in seen.page.locator("#verdict").inner_text()
         assert seen.find("curve").count() == 0
+
+
+# The frontier
+
+
+def test_the_frontier_is_a_staircase_that_only_goes_right_and_down(browser: Browser, rollout: Path) -> None:
+    marks = data_of(rollout)["frontier"]
+    better = [k for k, mark in enumerate(marks) if mark["factor"] < min((m["factor"] for m in marks[:k]), default=9e9)]
+    with visit(browser, rollout) as seen:
+        drawn = seen.find("frontier-line").get_attribute("d") or ""
+    assert re.fullmatch(r"M[\d.-]+ [\d.-]+(H[\d.-]+V[\d.-]+)*H[\d.-]+", drawn)
+    across, down = ([float(number) for number in re.findall(rf"{letter}([\d.-]+)", drawn)] for letter in "HV")
+    assert len(down) == len(better) - 1
+    assert across == sorted(across)
+    assert down == sorted(down)  # a larger y is further down
+
+
+LABELS = """() => {
+  const box = (node) => node.getBoundingClientRect();
+  const far = (mark, text) => Math.hypot(
+    Math.max(text.left - mark.x, 0, mark.x - text.right), Math.max(text.top - mark.y, 0, mark.y - text.bottom));
+  const points = [...document.querySelectorAll('#frontier .mark, #frontier circle.dot')].map(box)
+    .map((b) => ({ x: b.x + b.width / 2, y: b.y + b.height / 2 }));
+  const marks = [...document.querySelectorAll('#frontier .mark')].map(box)
+    .map((b) => ({ x: b.x + b.width / 2, y: b.y + b.height / 2 }));
+  const ends = [...document.querySelectorAll('#frontier .leader')].map(box);
+  const meets = (b, p, by) => p.x > b.left - by && p.x < b.right + by && p.y > b.top - by && p.y < b.bottom + by;
+  const labels = [...document.querySelectorAll('#frontier .label.peer, #frontier .label.run')];
+  return labels.map((label) => {
+    const own = marks[parseInt(label.textContent, 10) - 1];
+    const text = box(label);
+    const isNearest = points.every((point) => far(own, text) <= far(point, text) + 1);
+    const isLed = ends.some((line) => meets(line, own, 3) && line.right > text.left - 4 && line.left < text.right + 4
+      && line.bottom > text.top - 4 && line.top < text.bottom + 4);
+    return [label.textContent, isNearest || isLed];
+  });
+}"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_labels_of_marks_close_together_belong_to_their_marks(browser: Browser, folder: Path, width: int) -> None:
+    marks = [Mark(f"run {k}", 90_000 + 1_200 * k, 1.4 + 0.02 * (3 * k % 8)) for k in range(8)]
+    path = write(choose(ROLLOUT, "80KiB"), path=folder / "close.html", measured=marks, points=14)
+    with visit(browser, path, width=width) as seen:
+        found = seen.page.evaluate(LABELS)
+        assert len(found) == 8 + len(data_of(path)["peers"])
+        assert [label for label, is_clear in found if not is_clear] == []
+
+
+def test_huge_numbers_stay_inside_the_page(browser: Browser, folder: Path) -> None:
+    marks = [Mark("huge", 2**47, 1e30, "a note"), Mark("x" * 50, 2**48, 3.5)]
+    path = write(choose(ROLLOUT, "80KiB"), path=folder / "huge.html", measured=marks, points=3)
+    for width in (1280, 390):
+        with visit(browser, path, width=width) as seen:
+            assert "128 TiB · 1e30x" in seen.page.locator("#marks").inner_text()
+            ticks = seen.page.locator("svg.frontier .axes text").all_text_contents()
+            assert "1e27x" in ticks
+            assert len(ticks) < 25
+            assert seen.overflow() == 0
 
 
 # The schedule and the memory
@@ -185,6 +266,9 @@ def test_layers_are_named_on_the_axis_and_in_the_tooltip(browser: Browser, layer
     with visit(browser, layers) as seen:
         names = seen.find("step-names").locator("text")
         assert [text.split("\n")[-1] for text in names.all_text_contents()] == [f"{name}" * 2 for name in LAYERS.names]
+        heights = [float(name.get_attribute("y") or "") for name in names.all()]
+        assert heights == sorted(heights, reverse=True)  # step 0 is at the bottom
+        assert "steps go up" in seen.page.locator("#schedule-lead").inner_text()
         schedule = seen.page.locator("svg.schedule")
         schedule.focus()
         schedule.press("ArrowRight")
@@ -192,12 +276,63 @@ def test_layers_are_named_on_the_axis_and_in_the_tooltip(browser: Browser, layer
         assert "step 0, conv0" in tip.inner_text()
         assert "forward" in tip.inner_text()
         assert seen.page.locator("#say").inner_text().startswith("step 0, conv0, forward")
+        assert tip.inner_text().split("\n")[2] == "0x to 0.06x"
+        low = seen.page.locator("svg.schedule .pointer").bounding_box()
+        top = seen.page.locator("svg.schedule .field").bounding_box()
+        assert low is not None
+        assert top is not None
+        assert low["y"] > top["y"] + 0.85 * top["height"]
         schedule.press("End")
         assert "backward" in tip.inner_text()
         schedule.press("Escape")
         assert tip.is_hidden()
         seen.page.locator("svg.memory").hover()
-        assert "B at " in tip.inner_text()
+        assert re.search(r"B at [\d.]+x", tip.inner_text())
+
+
+def level(seen: Visit, name: str, attribute: str = "y1") -> float:
+    """How high something is drawn, in the chart's own units."""
+    return float(seen.find(name).get_attribute(attribute) or "")
+
+
+def test_the_budget_line_is_at_its_own_value_and_what_it_does_not_count_is_below_zero(
+    browser: Browser, rollout: Path
+) -> None:
+    with visit(browser, rollout) as seen:
+        zero = level(seen, "zero")
+        ticks = seen.page.locator("svg.memory .axes text").all()
+        at = {tick.text_content(): float(tick.get_attribute("y") or "") - 4 for tick in ticks}
+        assert at["0"] == pytest.approx(zero)
+        assert at["80 KiB"] == pytest.approx(level(seen, "memory-budget"))
+        assert level(seen, "band-parameters", "y") == pytest.approx(zero)
+        depth = level(seen, "band-parameters", "height")
+        assert level(seen, "band-gradients", "y") == pytest.approx(zero + depth)  # as many bytes
+        assert level(seen, "band-gradients", "height") == pytest.approx(depth)
+        curve = re.findall(r"[ML][\d.]+ ([\d.]+)h", seen.find("curve").get_attribute("d") or "")
+        scale = (zero - at["80 KiB"]) / (80 * 1024)
+        peak = choose(ROLLOUT, "80KiB").bill.peak_memory
+        assert zero - min(map(float, curve)) == pytest.approx(peak * scale, abs=0.1)
+        assert not any(text.startswith(("-", "\u2212")) for text in at if text)
+
+
+def test_times_are_multiples_of_the_plain_run_in_whatever_unit_the_chain_counts(browser: Browser, folder: Path) -> None:
+    for seconds in (1e-3, 1.0, 3_600.0):
+        plan = choose(Chain.equal(StepCost(64, 320, seconds, 2 * seconds), 60), "40%")
+        with visit(browser, write(plan, path=folder / "unit.html", points=0)) as seen:
+            for name in ("schedule", "memory"):
+                texts = seen.page.locator(f"svg.{name} .axes text").all_text_contents()
+                assert "predicted time, as a multiple of the plain run" in texts
+                assert {"0x", "0.2x", "1x"} <= set(texts)
+                told = seen.page.locator(f"svg.{name}").get_attribute("aria-label") or ""
+                assert f"{plan.time_factor:.3g}x the plain run's time" in told
+
+
+def test_a_chain_that_takes_no_time_is_told_in_shares(browser: Browser, folder: Path) -> None:
+    plan = choose(Chain.equal(StepCost(10, 100, forward=0.0, backward=0.0), 30), base=5)
+    with visit(browser, write(plan, path=folder / "untimed.html", points=0)) as seen:
+        texts = seen.page.locator("svg.schedule .axes text").all_text_contents()
+        assert {"0%", "20%", "predicted time, as a share of the whole"} <= set(texts)
+        assert "over the whole time" in (seen.page.locator("svg.schedule").get_attribute("aria-label") or "")
 
 
 def test_every_run_is_drawn_once(browser: Browser, rollout: Path) -> None:
@@ -253,12 +388,17 @@ def test_a_million_steps_are_small_and_quick_to_read(browser: Browser, folder: P
             assert seen.text("runs-per-step") == "2.896"
             assert seen.text("factor") == "1.632x"
             assert (seen.find("raster").get_attribute("href") or "").startswith("data:image/png")
-            assert "each cell is " in seen.text("cell")
+            assert re.fullmatch(r"each cell is 10,000 steps high and 0\.\d+x wide", seen.text("cell"))
             schedule = seen.page.locator("svg.schedule")
             schedule.focus()
             schedule.press("ArrowRight")
             schedule.press("End")
             assert seen.page.locator("#tip").inner_text().startswith("steps [0, ")
+            pointer = seen.page.locator("svg.schedule .pointer")
+            lowest = float(pointer.get_attribute("y") or "") + float(pointer.get_attribute("height") or "")
+            field = seen.page.locator("svg.schedule .field")
+            bottom = float(field.get_attribute("y") or "") + float(field.get_attribute("height") or "")
+            assert lowest == pytest.approx(bottom + 1.5)
             assert "of this time" in seen.page.locator("#tip").inner_text()
     assert min(times) < 2_000
 
@@ -336,6 +476,25 @@ def test_many_rows_are_shown_when_asked_for(browser: Browser, folder: Path) -> N
 # Names from elsewhere
 
 
+def test_long_names_are_cut_by_the_width_and_whole_in_the_title_and_the_csv(
+    browser: Browser, folder: Path, tmp_path: Path
+) -> None:
+    long = ".".join(["encoder", "layers", "3", "attention"] * 5)
+    chain = Chain.of(LAYERS.steps, [f"{long}.{k}" for k in range(len(LAYERS))])
+    path = write(choose(chain, 60_000), path=folder / "long.html", points=0)
+    for width in (1280, 390):
+        with visit(browser, path, width=width) as seen:
+            cell = seen.page.locator("#table tbody td").first
+            assert cell.get_attribute("title") == f"{long}.0"
+            assert cell.evaluate("(cell) => cell.scrollWidth > cell.clientWidth")
+            assert cell.evaluate("(cell) => getComputedStyle(cell).textOverflow") == "ellipsis"
+            assert seen.overflow() == 0
+            with seen.page.expect_download() as waiting:
+                seen.find("csv").click()
+            waiting.value.save_as(tmp_path / "long.csv")
+    assert [line[0] for line in table_in(tmp_path / "long.csv")][1:] == list(chain.names)
+
+
 def test_hostile_names_appear_as_text(browser: Browser, folder: Path, tmp_path: Path) -> None:
     chain = Chain.of(LAYERS.steps[: len(HOSTILE)], HOSTILE)
     marks = [Mark(name, 30_000 + 4_000 * k, 1.1 + k / 10, note=name) for k, name in enumerate(HOSTILE)]
@@ -385,7 +544,7 @@ def test_the_code_has_tabs_and_is_copied(browser: Browser, layers: Path) -> None
 # Looks
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_is_wider_than_the_window(
     browser: Browser, rollout: Path, layers: Path, tmp_path: Path, width: int, scheme: Literal["light", "dark"]

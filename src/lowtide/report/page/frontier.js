@@ -53,7 +53,7 @@ function frontierMap(data, marks, width) {
   return {
     width, height, box, x, y, low, high, floor, ceiling, isLog,
     beyond: data.frontier.filter((m) => m.factor > ceiling),
-    stairs: stairsOf(data.frontier).map((m) => [x(m.peak), y(m.factor)]),
+    stairs: stairsOf(data.frontier).map((m) => [x(Math.max(m.peak, low)), y(Math.max(m.factor, floor))]),
     place: ({ peak, factor }) => [x(Math.max(peak, low)), within(y(Math.max(factor, floor)), box.top + 8, box.bottom)],
   };
 }
@@ -86,7 +86,7 @@ function drawSea(svg, data, { width, box, x, y, low, high, floor, ceiling, isLog
   svg.append(axes(box, {
     x, y,
     xTicks: sizes.ticks, yTicks: factorTicks(floor, ceiling, 5, isLog),
-    xText: sizes.text, yText: (tick) => `${digits(tick)}x`,
+    xText: sizes.text, yText: (tick) => `${tick < 1e5 ? digits(tick) : power(tick)}x`,
     xTitle: 'peak memory (log scale)', yTitle: `time, as a multiple of plain${isLog ? ' (log scale)' : ''}`,
   }));
 }
@@ -136,8 +136,10 @@ function drawMarks(svg, data, marks, index, { width, box, x, stairs, place }) {
   const scene = { box, taken, points };
   placeLabel(svg, scene, place(data.views[data.chosen]), ['the plan'], 'label own');
   marks.forEach((mark, k) => {
-    const texts = width < 560 ? [String(k + 1)] : [`${k + 1} · ${cut(mark.name, 26)}`, String(k + 1)];
-    placeLabel(svg, scene, place(mark), texts, `label ${mark.kind}`);
+    const here = place(mark);
+    const isCrowded = marks.filter((other) => distance(place(other), around(here, 0)) < 30).length > 3;
+    const texts = width < 560 || isCrowded ? [String(k + 1)] : [`${k + 1} · ${cut(mark.name, 26)}`, String(k + 1)];
+    placeLabel(svg, scene, here, texts, `label ${mark.kind}`);
   });
   for (const mark of marks) svg.append(draw('path', { d: shapeOf(mark.kind, ...place(mark)), class: `mark ${mark.kind}` }));
 }
@@ -176,38 +178,58 @@ const shapeOf = (kind, x, y) => (kind === 'peer'
 
 // Writes the label where it hides nothing: the first text that has room, further out if need be. A thin line leads to its
 // mark where the label is far from it, or as near to another.
-function placeLabel(svg, { box, taken, points }, [x, y], texts, kind) {
-  for (const [text, reach] of texts.map((written, k) => [written, k === texts.length - 1 ? AWAY : AWAY.slice(0, 4)])) {
-    const [w, h] = [textWidth(text), 14];
-    for (const away of reach) {
-      for (const [dx, dy] of TOWARDS) {
-        const cx = x + dx * away + Math.sign(dx) * (w / 2);
-        const cy = y + dy * (away + 3);
-        const spot = [cx - w / 2 - 2, cy - h / 2, cx + w / 2 + 2, cy + h / 2];
-        const isInside = spot[0] >= box.left && spot[2] <= box.right + 12 && spot[1] >= box.top - 4 && spot[3] <= box.bottom - 1;
-        if (!isInside || taken.some((other) => overlap(spot, other))) continue;
-        const end = [within(x, spot[0], spot[2]), within(y, spot[1], spot[3])];
-        const own = Math.hypot(end[0] - x, end[1] - y);
-        const isPlain = own <= 26 && points.every(([px, py]) => (px === x && py === y) || distance([px, py], spot) > 1.3 * own);
-        if (!isPlain) {
-          const leader = beads([x, y], end);
-          if (away < 22 || leader.some((bead) => taken.some((other) => other.isLabel && overlap(bead, other)))) continue;
-          svg.append(draw('line', { x1: x, y1: y, x2: end[0], y2: end[1], class: 'leader' }));
-          taken.push(...leader);
-        }
-        svg.append(draw('text', { x: cx, y: cy + 4, 'text-anchor': 'middle', class: kind }, text));
-        taken.push(Object.assign(spot, { isLabel: true }));
-        return;
+function placeLabel(svg, { box, taken, points }, here, texts, kind) {
+  const others = points.filter(([x, y]) => x !== here[0] || y !== here[1]);
+  const isFree = (spot) => spot[0] >= box.left && spot[2] <= box.right + 12 && spot[1] >= box.top - 4 && spot[3] <= box.bottom - 1
+    && !taken.some((other) => overlap(spot, other));
+  const looking = (mayCross) => ([written, found, isNear]) => {
+    if (!isFree(found)) return null;
+    const end = nearestIn(found, here);
+    const own = Math.hypot(end[0] - here[0], end[1] - here[1]);
+    if (isNear && others.every((point) => distance(point, found) > 1.3 * own)) return [written, found, []];
+    const line = beads(here, end);
+    const isCrossing = line.some((bead) => taken.some((other) => other.isLabel && overlap(bead, other)));
+    return own < 14 || (isCrossing && !mayCross) ? null : [written, found, line];
+  };
+  const best = firstThat(spots(here, texts), looking(false)) ?? firstThat(spots(here, texts), looking(true));
+  if (best === null) return;
+  const [text, spot, leader] = best;
+  if (leader.length > 0) {
+    const [x2, y2] = nearestIn(spot, here);
+    svg.append(draw('line', { x1: here[0], y1: here[1], x2, y2, class: 'leader' }));
+  }
+  svg.append(draw('text', { x: (spot[0] + spot[2]) / 2, y: spot[3] - 3, 'text-anchor': 'middle', class: kind }, text));
+  taken.push(...leader, Object.assign(spot, { isLabel: true }));
+}
+
+// Where a label may go, the best place first, and whether that is near; only the last text goes far out.
+function* spots([x, y], texts) {
+  for (const text of texts) {
+    const [w, h] = [textWidth(text) + 4, 14];
+    for (const away of text === texts.at(-1) ? AWAY : AWAY.slice(0, 3)) {
+      for (const [dx, dy] of away > 30 ? [...TOWARDS, ...BETWEEN] : TOWARDS) {
+        const [left, top] = [x + dx * away + ((Math.sign(dx) - 1) * w) / 2, y + dy * (away + 3) - h / 2];
+        yield [text, [left, top, left + w, top + h], away < 30];
       }
     }
   }
 }
 
-const AWAY = [11, 22, 36, 54, 74, 96, 120, 150];
+function firstThat(places, look) {
+  for (const place of places) {
+    const found = look(place);
+    if (found !== null) return found;
+  }
+  return null;
+}
+
+const AWAY = [11, 22, 36, 54, 74, 96, 120, 150, 190];
 const TOWARDS = [[1, -0.5], [-1, -0.5], [1, 0.9], [-1, 0.9], [0, -1], [0, 1], [1, 0], [-1, 0], [0.5, -1.4], [-0.5, -1.4], [0.5, 1.4], [-0.5, 1.4]];
+const BETWEEN = [[0.25, -1.2], [-0.25, -1.2], [0.8, -1.1], [-0.8, -1.1], [1.2, -0.8], [-1.2, -0.8], [1.4, -0.25], [-1.4, -0.25]];
 const around = ([x, y], by) => [x - by, y - by, x + by, y + by];
 const overlap = (one, other) => one[0] < other[2] && one[2] > other[0] && one[1] < other[3] && one[3] > other[1];
-const distance = ([x, y], [left, top, right, bottom]) => Math.hypot(x - within(x, left, right), y - within(y, top, bottom));
+const nearestIn = ([left, top, right, bottom], [x, y]) => [within(x, left, right), within(y, top, bottom)];
+const distance = ([x, y], area) => Math.hypot(x - nearestIn(area, [x, y])[0], y - nearestIn(area, [x, y])[1]);
 
 // Small squares along a line, for what has to keep off it.
 function beads([x0, y0], [x1, y1]) {

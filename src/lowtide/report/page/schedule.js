@@ -67,7 +67,7 @@ function showSchedule(data, view) {
     ...KINDS.filter((_, kind) => look.has(kind)).map(([name, label]) => make('li', {}, swatch(name), label)),
     ...[['stored-memory', 'snapshot in memory', 5], ['stored-disk', 'snapshot on disk', 6]].filter(([, , kind]) => look.has(kind))
       .map(([name, label]) => make('li', {}, swatch(`${name} thin`), label)),
-    cell ? make('li', { 'data-test': 'cell' }, `each cell is ${cell.steps} steps x ${time.text(time.at(cell.ticks))}`) : null);
+    cell ? make('li', { 'data-test': 'cell' }, `each cell is ${cell.steps} steps high and ${time.text(time.at(cell.ticks))} wide`) : null);
 }
 
 // The name of each step, where the table has a row for each.
