@@ -87,7 +87,7 @@ def test_the_page_is_opened(saved: Runner, monkeypatch: pytest.MonkeyPatch) -> N
             ["plan.json", "--receipt", "receipt.json", "--output", "../{here}/receipt.json"],
             "replace receipt.json",
         ),
-        (["plan.json", "--points", "1", "--no-text"], "points=1 is too small"),
+        (["plan.json", "--points", "-1", "--no-text"], "points=-1 is too small"),
     ],
 )
 def test_what_cannot_be_shown(saved: Runner, arguments: list[str], why: str) -> None:
@@ -112,8 +112,8 @@ def test_what_cannot_be_written_is_found_out_before_anything_is_planned(
 ) -> None:
     saved.file("text.txt", "words")
     (saved.folder / "folder.png").mkdir()
-    # One point cannot be planned: the other complaint must come before that one.
-    assert why in saved.refused("report", "plan.json", *arguments, "--points", "1")
+    # Fewer points than none are refused when planning begins: the other complaint must come before that one.
+    assert why in saved.refused("report", "plan.json", *arguments, "--points", "-1")
     assert not (saved.folder / "plan.html").exists()
 
 
@@ -153,7 +153,7 @@ def test_letters_that_a_terminal_does_not_have(lowtide: Runner) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
         check=False,
         text=True,
     )

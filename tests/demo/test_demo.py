@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from lowtide.demo.contest import Contest, Contestant
 from lowtide.demo.equality import equality
 from lowtide.errors import InputError
 from lowtide.plan import Plan
+from tests.report.browser import chromium
 
 pytestmark = pytest.mark.xdist_group("demo")  # one run of the demo serves them all
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -101,6 +103,9 @@ def test_what_is_printed(shown: Shown) -> None:
     assert (
         "VGG-16, batch 32, in 1.166 GiB instead of 2.177 GiB: 7 segments by count, 26% extra time; a plan, 8%." in words
     )
+    heading = shown.text.index("On paper: the layers of a network, which are unequal")
+    assert shown.text.index("every 141 steps") < heading < shown.text.index("VGG-16") < shown.text.index("PyTorch")
+    assert words.count("includes the stacked outputs, which a budget does not count") == 2  # JAX and brainstate
     assert "All examples" in words
     lines = shown.text.splitlines()
     assert lines.pop(lines.index(f"Open {shown.output / 'index.html'}"))
@@ -127,6 +132,24 @@ def test_the_index_links_to_all_and_fetches_nothing(shown: Shown) -> None:
     assert "http" not in page
     assert "<script" not in page
     assert "prefers-color-scheme: dark" in page
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_index_on_a_telephone(shown: Shown, scheme: Literal["light", "dark"]) -> None:
+    with chromium() as browser:
+        page = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme=scheme).new_page()
+        page.goto((shown.output / "index.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        # Every table that is wider than the page can be scrolled, and its edge is shaded.
+        wide = "[...document.querySelectorAll('.wide')].map(one => getComputedStyle(one))"
+        assert set(page.evaluate(f"{wide}.map(style => style.overflowX)")) == {"auto"}
+        assert set(page.evaluate(f"{wide}.map(style => style.backgroundAttachment)")) == {
+            "local, local, scroll, scroll"
+        }
+        assert page.evaluate("Math.max(...[...document.querySelectorAll('td')].map(one => one.clientWidth))") < 200
+        picture = "getComputedStyle(document.querySelector('img'))"
+        assert page.evaluate(f"[{picture}.backgroundColor, {picture}.padding]") == ["rgb(255, 255, 255)", "6.4px"]
+        assert page.evaluate("document.querySelector('img').getBoundingClientRect().right") <= 390
 
 
 def test_the_gradients_are_worth_comparing() -> None:

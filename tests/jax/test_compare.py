@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 import lowtide.jax as lt
-from lowtide import InputError
+from lowtide import FunctionError, InputError
 from lowtide.jax.compare import Compared, Comparison, _compared
 
 
@@ -81,6 +82,47 @@ def test_single_precision_is_held_to_less() -> None:
     one = np.array([1.0], np.float32)
     assert _compared("it", one, one + np.float32(1e-5)).rounding == 1e-3
     assert Compared("it", 0.0, 0.0).rounding == 1e-12
+
+
+def _root(a: Any) -> Any:
+    """Newton's iteration for the square root."""
+
+    def moves(carry: Any) -> Any:
+        return jnp.abs(carry[0] - carry[1]) > 1e-6
+
+    def body(carry: Any) -> Any:
+        return (carry[0] + a / carry[0]) / 2, carry[0]
+
+    return lt.checkpointed_while_loop(moves, body, (a, 2 * a), checkpoints=4, max_steps=50)[0]
+
+
+def test_a_while_loop_has_nothing_to_be_compared_with() -> None:
+    with pytest.raises(FunctionError, match=r"no reverse derivative; compare jax.grad\(fn\) with finite differences"):
+        lt.compare_gradients(_root, 9.0)
+    check_grads(_root, (9.0,), order=1, modes=["rev"], rtol=1e-2)  # as it says
+
+
+def test_the_bounded_loop_is_compared() -> None:
+    def root(a: Any) -> Any:
+        def step(carry: Any, _: Any) -> Any:
+            x, before = carry
+            return jax.tree.map(
+                lambda new, old: jnp.where(jnp.abs(x - before) > 1e-6, new, old), ((x + a / x) / 2, x), carry
+            ), None
+
+        return lt.checkpointed_scan(step, (a, 2 * a), None, 50, checkpoints=4)[0][0]
+
+    found = lt.compare_gradients(root, 9.0)
+    assert found.same
+    assert float(jax.grad(root)(9.0)) == pytest.approx(1 / 6, rel=1e-4)
+
+
+def test_other_errors_are_the_functions_own() -> None:
+    def fails(x: Any) -> Any:
+        raise ValueError(f"something else about {x.shape}")
+
+    with pytest.raises(ValueError, match=r"something else about \(\)"):
+        lt.compare_gradients(fails, 3.0)
 
 
 def test_refusals() -> None:

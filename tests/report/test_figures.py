@@ -11,6 +11,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 
 from lowtide.errors import InputError
@@ -140,8 +141,42 @@ def test_many_marks_are_counted() -> None:
     story = tell(PLANS["base"], points=0, measured=marks)
     axes = Figure().subplots()
     frontier_axes(axes, story)
-    assert f"and {len(story.peers) + 10} more" in legend_of(axes)
+    assert f"and {len(story.peers) + 20 - 14} more" in legend_of(axes)
     assert sum(np.size(line.get_xdata()) == 1 for line in axes.lines) == len(story.peers) + 20 + 2
+
+
+@pytest.mark.parametrize("count", [1, 9, 10, 30])
+def test_every_mark_with_a_name_has_a_marker_of_its_own(count: int) -> None:
+    story = tell(PLANS["base"], points=4, measured=[Mark(f"try {k}", 100_000 + k, 1.2) for k in range(count)])
+    axes = Figure().subplots()
+    frontier_axes(axes, story)
+    handles, names = axes.get_legend_handles_labels()
+    drawn = {
+        name: line for line, name in zip(handles, names, strict=True) if isinstance(line, Line2D) and line.get_marker()
+    }
+    peers = [drawn[mark.name] for mark in story.peers]
+    tries = [line for name, line in drawn.items() if name.endswith(", measured")]
+    assert len(peers) + len(tries) == min(14, len(story.peers) + count)
+    assert len({str(line.get_marker()) for line in peers + tries}) == len(peers + tries)
+    assert {line.get_markerfacecolor() for line in peers} == {"none"}
+    assert not {line.get_color() for line in peers} & {line.get_color() for line in tries}
+    unnamed = [line for line in axes.lines if str(line.get_label()).startswith("_child")]
+    assert {line.get_marker() for line in unnamed} <= {"."}
+
+
+def test_a_long_legend_makes_the_figure_higher_and_no_panel_smaller() -> None:
+    few = figure(tell(PLANS["base"], points=4))
+    marks = [Mark(f"try {k} of something with a long name", 100_000 + 9 * k, 1.2) for k in range(30)]
+    many = figure(tell(PLANS["base"], points=4, measured=marks))
+    for made in (few, many):
+        made.draw_without_rendering()
+    assert many.get_figheight() > few.get_figheight() == 7.6
+    for before, after in zip(few.axes, many.axes, strict=True):
+        assert after.get_window_extent().height > 0.9 * before.get_window_extent().height
+    legends = [panel.get_legend() for panel in many.axes]
+    boxes = [legend.get_window_extent() for legend in legends if legend is not None]
+    assert not any(overlap(one, other) for one, other in combinations(boxes, 2))
+    assert all(box.y0 >= 0 and box.y1 <= many.bbox.y1 for box in boxes)
 
 
 def test_times_far_apart() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from lowtide.plan import Plan, Receipt
+from lowtide.plan import Knob, Plan, Receipt
 from lowtide.planners.choose import choose
 from lowtide.report.peers import Mark
 from lowtide.report.story import Story, tell
@@ -108,17 +108,35 @@ def test_a_run_beside_its_plan() -> None:
     plan = choose(rollout(), "5%")
     budget = plan.knob.value or 0
     kept = printed(tell(plan, measured(budget + 1_000), points=0))
-    assert f"and a measured one of {format_size(budget)}" in kept
+    assert f"and a measured one of {format_size(budget)}" in " ".join(kept.split())
     assert kept.splitlines()[1].startswith("Fits")
     assert "run's runs  380 plain, 400 taping, 400 backward, 2 to measure" in kept
     assert f"most measured: {format_size(budget + 1_000)}" in kept
     line = next(line for line in kept.splitlines() if line.startswith("  measured ▁"))
     assert len(line) == 80
     assert "█" in line
-    broken = tell(plan, measured(2 * budget), points=0)
-    assert "Does not fit" in printed(broken)
-    assert "\x1b[1;31mDoes not fit" in printed(broken, colour=True)
+    assert f"Measured: {format_size(budget + 1_000)} at most, 1,000 B of it results" in " ".join(kept.split())
     assert "most measured" not in printed(tell(plan, Receipt(1, 2, 3), points=0))  # no bytes were followed
+
+
+def test_a_run_above_its_budget_is_told_apart_from_the_plan() -> None:
+    plan = choose(rollout(), "5%")
+    above = tell(plan, measured(2 * (plan.knob.value or 0)), points=0)
+    text = printed(above, colour=True)
+    assert "\x1b[1;32mFits: a predicted peak of " in text
+    assert "\x1b[33mMeasured: " in text
+    assert "\x1b[33mMeasured: " not in printed(tell(plan, measured(9_000), points=0), colour=True)
+    broken = dataclasses.replace(plan, knob=Knob("budget", plan.bill.peak_memory - 1))
+    assert "\x1b[1;31mDoes not fit: " in printed(tell(broken, points=0), colour=True)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_verdict_is_never_cut(width: int) -> None:
+    plan = choose(rollout(), "5%")
+    for peak in (9_000, 2 * (plan.knob.value or 0)):
+        story = tell(plan, measured(peak), points=0)
+        words = " ".join(printed(story, width).split())
+        assert f"{story.verdict} {story.measuring} chain " in words
 
 
 def test_a_short_curve_fills_the_line() -> None:

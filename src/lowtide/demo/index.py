@@ -12,20 +12,34 @@ from lowtide.demo.contest import Row
 from lowtide.demo.tables import HEADINGS, MEANING, cells
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6875; --line: #d8dee5; --back: #fff; --ours: #eaf3fb; }
+:root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6875; --line: #d8dee5; --back: #fff; --ours: #2a7bbf1a;
+  --edge: #0005; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6ebf0; --soft: #9aa7b4; --line: #36414d; --back: #14191f; --ours: #1b2b3a; }
+  :root { --ink: #e6ebf0; --soft: #9aa7b4; --line: #36414d; --back: #14191f; --ours: #4aa3e626; --edge: #fff5; }
 }
 body { margin: 0 auto; max-width: 62rem; padding: 1.5rem; background: var(--back); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 0; }
 p { color: var(--soft); margin: .3rem 0 .8rem; } a { color: inherit; }
-.wide { overflow-x: auto; }
+/* Where a table is wider than the page, its edge has a shadow on the side that can be scrolled to. */
+.wide { overflow-x: auto; background:
+  linear-gradient(to right, var(--back) 40%, transparent) left / 2.5rem 100% no-repeat local,
+  linear-gradient(to left, var(--back) 40%, transparent) right / 2.5rem 100% no-repeat local,
+  linear-gradient(to right, var(--edge), transparent) left / .9rem 100% no-repeat scroll,
+  linear-gradient(to left, var(--edge), transparent) right / .9rem 100% no-repeat scroll; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
 tr.ours { background: var(--ours); font-weight: 600; }
-img { width: min(100%, 36rem); height: auto; border: 1px solid var(--line); border-radius: .4rem; background: #fff; }
+img { box-sizing: border-box; width: min(100%, 36rem); height: auto; padding: .8rem; background: #fff;
+  border: 1px solid var(--line); border-radius: .6rem; }
+@media (max-width: 40rem) {
+  body { padding: 1rem; }
+  table { font-size: .8rem; line-height: 1.35; }
+  th, td { padding: .3rem .35rem; }
+  td:first-child { white-space: normal; min-width: 6.5rem; }
+  img { padding: .4rem; }
+}
 """
 
 

@@ -95,10 +95,11 @@ class _Show:
             count, bill = paper.played(plan, lambda done: tell("played on paper", done))
         self._say(paper.verdict(plan, count, bill))
         self._say(paper.limit(plan.chain))
-        self._say(paper.layers())
         path = self._output / f"{PAPER}.json"
         path.write_text(plan.to_json(), encoding="utf-8")
         self._finish(PAPER, paper.rows(PAPER, plan), plan, None, [path])
+        self._console.rule("On paper: the layers of a network, which are unequal")
+        self._say(paper.layers())
 
     def measured(self, name: str) -> None:
         """An example that runs, if what it needs is installed."""

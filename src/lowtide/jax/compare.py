@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowtide.checks import function
-from lowtide.errors import InputError
+from lowtide.errors import FunctionError, InputError
 from lowtide.jax.jaxprs import is_float
 from lowtide.jax.plainly import plainly
 from lowtide.sizes import format_size
@@ -62,6 +63,11 @@ def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comp
 
     `fn` returns a loss, or any pytree with floats in it, which are summed. Gradients are taken of every float among the
     arguments. Sums are made in another order, so gradients agree to rounding, not to the last bit.
+
+    Raises:
+        FunctionError: `fn` has a while loop between its arguments and its result. A plain one has no reverse
+            derivative, so there is nothing to compare with.
+        InputError: there is no float to take a gradient of, or none that has one.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf for leaf in leaves]
@@ -82,7 +88,7 @@ def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comp
 
     outcomes, bytes_ = [], []
     for without in (True, False):
-        with plainly(without):
+        with plainly(without), _telling_of_while_loops():
             compiled = jax.jit(jax.value_and_grad(loss)).lower([leaves[k] for k in moving]).compile()
         outcomes.append(compiled([leaves[k] for k in moving]))
         memory = compiled.memory_analysis()
@@ -93,6 +99,21 @@ def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comp
     for k, one, other in zip(moving, gradients, other_gradients, strict=True):
         rows.append(_compared(f"gradient of {_argument(names[k])}", one, other))
     return Comparison(tuple(rows), *bytes_)
+
+
+@contextmanager
+def _telling_of_while_loops() -> Iterator[None]:
+    """Say what can be done about JAX's own complaint, which is about the plain loop and not about Lowtide's."""
+    try:
+        yield
+    except ValueError as error:
+        if "lax.while_loop" not in str(error):
+            raise
+        raise FunctionError(
+            "fn has a while loop, and jax.lax.while_loop, which checkpointed_while_loop is compared with, has no "
+            "reverse derivative; compare jax.grad(fn) with finite differences (jax.test_util.check_grads), or bound "
+            "the loop: checkpointed_scan with a fixed length, whose steps leave the carry alone once it is done"
+        ) from error
 
 
 def _is_float_array(leaf: Any) -> bool:

@@ -23,6 +23,7 @@ from lowtide.sizes import format_size
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.gridspec import GridSpec
 
     from lowtide.plan import Plan
     from lowtide.report.story import Story
@@ -30,9 +31,13 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _DPI = 200
-_MARKERS = "sD^v<>pPX*hdH8"
+_RATIOS = (1.0, 1.15, 1.0)  # of the panels' heights
+_MARKERS: tuple[Any, ...] = (*"sD^v<>pPX*dh", (4, 1, 0), (8, 1, 0))  # the last are stars of so many points
 _FAR = 50  # times the least time: what takes longer is not drawn
-_MOST_MARKS = 10  # in a legend
+_MOST_MARKS = len(_MARKERS)  # in a legend, each with a marker of its own
+_PEER, _MEASURED = "#000000", "#1b7837"
+_PANEL_LINES = 15  # of a legend, in a panel of the usual height
+_LINE = 0.145  # inches
 _MOST_NAMES = 24  # along an axis
 _PLAN = "#d7191c"
 _STYLE: dict[Any, Any] = {
@@ -64,10 +69,12 @@ def figure(story: Story, path: str | os.PathLike[str] | None = None) -> Figure:
         raise InputError('figures need matplotlib; install it with pip install "lowtide[report]"') from error
     with rc_context(_STYLE):
         made = Figure(figsize=(7.2, 7.6), layout="constrained")
-        frontier, schedule, memory = made.subplots(3, 1, height_ratios=(1.0, 1.15, 1.0))
+        grid = made.add_gridspec(3, 1, height_ratios=_RATIOS)
+        frontier, schedule, memory = (made.add_subplot(grid[row]) for row in range(3))
         frontier_axes(frontier, story)
         schedule_axes(schedule, story)
         memory_axes(memory, story)
+        _make_room(made, grid, frontier)
         made.align_ylabels()
         if path is not None:
             suffix = Path(path).suffix.lower()
@@ -203,23 +210,25 @@ def _factor_axis(axes: Axes, factors: list[float], marked: list[float]) -> None:
 
 
 def _marks(axes: Axes, story: Story) -> None:
-    """The points of the usual tools (hollow) and of measurements (filled)."""
-    marks = [(mark, mark.name, "none") for mark in story.peers]
-    marks += [(mark, measured_name(mark), "#000000") for mark in story.measured]
-    for place, (mark, name, fill) in enumerate(marks):
+    """The points of the usual tools (hollow) and of measurements (filled, in green); those without a name are dots."""
+    marks = [(mark, mark.name, _PEER, "none") for mark in story.peers]
+    marks += [(mark, measured_name(mark), _MEASURED, _MEASURED) for mark in story.measured]
+    for place, (mark, name, colour, fill) in enumerate(marks):
+        named = place < _MOST_MARKS
         axes.plot(
             [mark.peak],
             [mark.time_factor],
-            _MARKERS[place % len(_MARKERS)],
-            color="#000000",
+            marker=_MARKERS[place] if named else ".",
+            ls="none",
+            color=colour,
             mfc=fill,
             mew=0.8,
-            ms=5,
+            ms=6,
             zorder=6,  # above the plan's own dot, which is larger
-            label=_safe(name, 60) if place < _MOST_MARKS else None,
+            label=_safe(name, 60) if named else None,
         )
     if len(marks) > _MOST_MARKS:
-        axes.plot([], [], ls="none", label=f"and {len(marks) - _MOST_MARKS:,} more")
+        axes.plot([], [], ".", color=_MEASURED, ms=6, label=f"and {len(marks) - _MOST_MARKS:,} more")
 
 
 def _draw_runs(axes: Axes, story: Story, span: float) -> None:
@@ -313,6 +322,19 @@ def _legend(axes: Axes) -> None:
     for text in legend.get_texts():
         text.set_parse_math(False)
         text.set_text("\n".join(textwrap.wrap(text.get_text(), 32, max_lines=3, placeholder=" ...")))
+
+
+def _make_room(made: Figure, grid: GridSpec, frontier: Axes) -> None:
+    """A higher figure where the marks have a longer legend than the first panel is high."""
+    legend = frontier.get_legend()
+    assert legend is not None  # it has just been drawn
+    lines = sum(1 + text.get_text().count("\n") for text in legend.get_texts())
+    more = _LINE * max(0, lines - _PANEL_LINES)
+    usual = made.get_figheight()
+    first, *others = _RATIOS
+    made.set_figheight(usual + more)
+    # The other panels stay as high as they were.
+    grid.set_height_ratios([first + more / usual * sum(_RATIOS), *others])
 
 
 def _safe(name: str, most: int) -> str:

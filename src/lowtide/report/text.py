@@ -61,7 +61,9 @@ class _Print:
         page = _Page(options.max_width, options.encoding, ASCII if options.ascii_only else UNICODE)
         story = self.story
         yield page.heading("Lowtide")
-        yield page.text(story.verdict, "bold green" if story.fits else "bold red")
+        yield page.wrapped(story.verdict, "bold green" if story.fits else "bold red")
+        if story.measuring:
+            yield page.wrapped(story.measuring, "yellow" if story.is_measured_above else "")
         yield page.pairs(plan_lines(story.plan))
         if story.receipt is not None:
             yield page.pairs((f"run's {line[:8].strip()}", line[8:]) for line in str(story.receipt).splitlines())
@@ -102,6 +104,10 @@ class _Page:
             made.truncate(max(most - len(self.glyphs.more), 0), overflow="crop")
             made.append(self.glyphs.more[:most])
         return made
+
+    def wrapped(self, text: str, style: str) -> Text:
+        """A paragraph on as many lines as it takes."""
+        return Text(self.written(text), style, overflow="fold")
 
     def heading(self, title: str) -> Rule:
         """A line that begins a section."""
