@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# One framework thread for each test worker: two workers on two cores, and counts that do not depend on the machine.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+# One framework thread for each test worker: two workers on two cores, and counts that do not depend on the machine. Each
+# begins with its half of the tests, so that those which share a browser or a run of the demo mostly share a worker.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The tests of the report page drive a browser. Where none can be had they are skipped, and say so.
 BROWSERS := chromium chromium-browser google-chrome

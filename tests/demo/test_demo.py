@@ -23,7 +23,6 @@ from lowtide.errors import InputError
 from lowtide.plan import Plan
 from tests.report.browser import chromium
 
-pytestmark = pytest.mark.xdist_group("demo")  # one run of the demo serves them all
 PNG = b"\x89PNG\r\n\x1a\n"
 KIB = 1024
 

@@ -9,6 +9,7 @@ from base64 import b64decode
 
 import pytest
 
+import lowtide.torch as lt
 from lowtide.chain import Chain, StepCost
 from lowtide.plan import Plan, Receipt
 from lowtide.planners.choose import choose
@@ -138,3 +139,11 @@ def test_a_receipt() -> None:
     assert 'lowtide.report.write(plan, receipt, path="plan.html")' in text
     assert pictures(receipt_html(Receipt(1, 2, 3))) == []
     assert len(pictures(receipt_html(Receipt(curve=(0, 0))))) == 1
+
+
+def test_notebooks_ask_plans_receipts_and_recordings_themselves() -> None:
+    plan = choose(Chain.equal(StepCost(64, 320), 40), "50%")
+    assert plan._repr_html_() == plan_html(plan)
+    with lt.record(memory=False) as recording:
+        pass
+    assert recording._repr_html_() == receipt_html(recording.receipt) == recording.receipt._repr_html_()

@@ -19,7 +19,6 @@ from lowtide.report.snippets import snippets
 from lowtide.sizes import format_size
 from tests.report.browser import Visit, chromium, data_of, visit, without_data
 
-pytestmark = pytest.mark.xdist_group("browser")  # one browser serves them all
 ROLLOUT = dataclasses.replace(
     Chain.equal(StepCost(4_608, 6_656, 1e-3, 2e-3, cotangent=4_608, working=Working(2_000, 3_000, 2_500)), 120),
     parameters=40_000,

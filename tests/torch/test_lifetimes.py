@@ -170,3 +170,9 @@ def test_tensors_may_die_in_any_thread() -> None:
         sys.setswitchinterval(interval)
     assert receipt.peak_memory <= 2_000 * 40
     assert receipt.held == 0
+
+
+def test_without_a_curve_there_is_none() -> None:
+    with lt.measure.peak() as memory:
+        torch.ones(3)
+    assert memory.curve_beyond() == ()
