@@ -94,7 +94,8 @@ def check_path(path: str | os.PathLike[str] | None) -> None:
 def frontier_axes(axes: Axes, story: Story) -> None:
     """Draw what every budget buys: peak memory against time, the plan, the usual tools and measurements marked."""
     best = _best(story)
-    axes.plot(*zip(*best, strict=True), ".-", color="#7f7f7f", ms=3, lw=1, label="frontier")
+    # A plan holds for every budget up to the next one's.
+    axes.plot(*zip(*best, strict=True), ".-", color="#7f7f7f", ms=3, lw=1, label="frontier", drawstyle="steps-post")
     _marks(axes, story)
     plan = story.plan
     label = f"this plan: {format_size(plan.bill.peak_memory)}, {times_of(plan.time_factor)}"
