@@ -15,7 +15,7 @@ from playwright.sync_api import Browser
 from lowtide import Chain, Disk, Plan, Receipt, StepCost, Working
 from lowtide.planners.choose import choose, least_budget
 from lowtide.report import Mark, write
-from lowtide.report.snippets import snippets
+from lowtide.report.snippets import PLAN_FILE, snippets
 from lowtide.sizes import format_size
 from tests.report.browser import Visit, chromium, data_of, visit, without_data
 
@@ -538,6 +538,9 @@ def test_the_code_has_tabs_and_is_copied(browser: Browser, layers: Path) -> None
         seen.page.get_by_text("Copied.").wait_for()
         seen.find("filter").press("Control+v")
         assert "".join(seen.find("filter").input_value().split()) == "".join(found[-1].code.split())
+        seen.show(0)  # another budget: the file does not hold its plan
+        assert found[-1].name == PLAN_FILE
+        assert seen.text("code").strip() == "# The file holds the plan itself: go back to the plan."
 
 
 # Looks

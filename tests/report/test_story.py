@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 import torch
 from torch import nn
 
+import lowtide.jax as ltj
 import lowtide.torch as lt
 from lowtide import BudgetError, Chain, Disk, InputError, Plan, Receipt, StepCost, TapeOption, Working
 from lowtide.chain import Ways
@@ -321,7 +323,6 @@ def test_torch_tells_what_parameters_and_their_gradients_take() -> None:
 
 
 def test_jax_tells_them_too() -> None:
-    jnp, ltj = pytest.importorskip("jax.numpy"), pytest.importorskip("lowtide.jax")
     w = jnp.eye(8)
     plan = ltj.plan_scan(lambda h, x: (jnp.tanh(h @ w + x), h), jnp.zeros(8), jnp.zeros((50, 8)), budget="50%")
     assert plan.chain.parameters == 8 * 8 * 4

@@ -108,7 +108,8 @@ function makeCode(data) {
     tab = next;
     tabs.forEach((button, k) => fill(button, { 'aria-selected': String(k === tab), tabindex: k === tab ? 0 : -1 }, []));
     byId('code').setAttribute('aria-labelledby', `tab-${tab}`);
-    byId('code').replaceChildren(make('code', {}, shown.code[tab]?.[1] ?? ''));
+    // A file holds the plan itself, so plans for other budgets have no code for that tab.
+    byId('code').replaceChildren(make('code', {}, shown.code[tab]?.[1] ?? '# The file holds the plan itself: go back to the plan.'));
     byId('copied').textContent = '';
   };
   byId('copy').addEventListener('click', async () => {
