@@ -33,15 +33,22 @@ class Working:
 
 @dataclass(frozen=True, slots=True)
 class TapeOption:
-    """A smaller tape for a step, paid for with `extra` seconds of its backward."""
+    """A smaller tape for a step, paid for with `extra` seconds of its backward.
+
+    What the tape lacks is made again in that backward, which may then need more bytes beside the tape: `backward` of
+    them, or as many as the step's `working.backward` says if it is None.
+    """
 
     tape: int
     extra: float
     name: str = ""
+    backward: int | None = None
 
     def __post_init__(self) -> None:
         keep_whole(self, "tape", least=1, label="option.tape")
         keep_seconds(self, "extra", label="option.extra")
+        if self.backward is not None:
+            keep_whole(self, "backward", least=0, label="option.backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,8 @@ class StepCost:
         tape: bytes that its tape holds, its input among them.
         forward, backward: seconds, or any other unit as long as it is the same throughout.
         cotangent: bytes of the gradient of the input state, held while earlier steps run again.
-        working: bytes beyond snapshots, tapes and that cotangent while the step runs.
+        working: bytes beyond snapshots, tapes and that cotangent while the step runs; its `backward` is for the whole
+            tape, and for options that do not say.
         options: smaller tapes for the same step.
     """
 
@@ -81,8 +89,18 @@ class StepCost:
 
     @property
     def working_set(self) -> int:
-        """Bytes beyond snapshots and tape at the step's worst moment."""
-        return max(max(self.working.advance, self.working.tape) + self.cotangent, self.working.backward)
+        """Bytes beyond snapshots and tape at the step's worst moment, whichever form it is taped in."""
+        return max(map(self.working_set_in, range(len(self.menu))))
+
+    def working_set_in(self, form: int) -> int:
+        """The same where it is taped in the form that this entry of its menu says."""
+        return max(max(self.working.advance, self.working.tape) + self.cotangent, self.pulling[form])
+
+    @property
+    def pulling(self) -> tuple[int, ...]:
+        """For each entry of the menu, bytes beyond the tape while the step is pulled back in that form."""
+        usual = self.working.backward
+        return usual, *(usual if option.backward is None else option.backward for option in self.options)
 
     @property
     def menu(self) -> tuple[TapeOption, ...]:

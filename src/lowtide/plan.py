@@ -72,6 +72,7 @@ class Receipt:
             whatever was still alive at the end.
         curve: most bytes alive in each of so many equal shares of the time, without what `held` counts; empty if they
             were not followed.
+        kept_whole: calls of lean functions that did not go as traced, and kept their whole tape.
     """
 
     plain_runs: int = 0
@@ -83,6 +84,7 @@ class Receipt:
     seconds: float = 0.0
     held: int = 0
     curve: tuple[int, ...] = ()
+    kept_whole: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "curve", tuple(self.curve))
@@ -98,9 +100,10 @@ class Receipt:
     def __str__(self) -> str:
         runs = f"{self.plain_runs:,} plain, {self.taping_runs:,} taping, {self.backward_runs:,} backward"
         held = f" ({format_size(self.held)} of it results and gradients)" if self.held else ""
+        whole = f", {self.kept_whole:,} lean calls kept their whole tape" if self.kept_whole else ""
         return "\n".join(
             [
-                f"runs    {runs}, {self.probe_runs:,} to measure",
+                f"runs    {runs}, {self.probe_runs:,} to measure{whole}",
                 f"peak    {format_size(self.peak_memory)} of memory{held}, {format_size(self.peak_disk)} of disk",
                 f"time    {self.seconds:,.3g} s",
             ]

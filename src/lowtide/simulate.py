@@ -87,6 +87,7 @@ class Ledger:
         "_peak_snapshots",
         "_place",
         "_plain_runs",
+        "_pulling",
         "_snapshot_bytes",
         "_snapshots",
         "_tape_bytes",
@@ -100,6 +101,7 @@ class Ledger:
         self._disk = disk
         self._watcher = watcher
         self._menus = [step.menu for step in chain.steps]
+        self._pulling = [step.pulling for step in chain.steps]
         self._current: int | None = 0
         self._front = len(chain)  # the backward has reached this state
         self._snapshots: dict[tuple[int, Tier], int] = {}
@@ -208,13 +210,13 @@ class Ledger:
                 self._watcher.pulled(low, end, option)
             if chain.is_equal:
                 entry = self._menus[0][option]
-                self._reach(0, chain[0].working.backward)
+                self._reach(0, self._pulling[0][option])
                 self._tape_bytes -= (end - low) * entry.tape
                 self._backward_seconds += (end - low) * entry.extra
             else:
                 for k in reversed(range(low, end)):
                     step, entry = chain.steps[k], self._menus[k][option]
-                    self._reach(0, step.working.backward)
+                    self._reach(0, self._pulling[k][option])
                     self._tape_bytes -= entry.tape
                     self._backward_seconds += step.backward + entry.extra
             if low > begin:

@@ -17,14 +17,13 @@ NO_STATE = -1
 
 @dataclass(frozen=True)
 class Step:
-    """Costs of one step; `tapes` holds (bytes, extra seconds) for each form of its tape."""
+    """Costs of one step; `tapes` holds (bytes, extra seconds, bytes beside it in its backward) for each form."""
 
     state: int
-    tapes: tuple[tuple[int, float], ...]
+    tapes: tuple[tuple[int, float, int], ...]
     forward: float = 1.0
     advance_working: int = 0
     tape_working: int = 0
-    backward_working: int = 0
     cotangent: int = 0
 
 
@@ -103,7 +102,7 @@ def _moves(
             # A persistent schedule gives up a step's snapshot exactly when it tapes the step.
             memory = here.memory & ~(1 << k) if persistent else here.memory
             freed = step.state if persistent and here.memory >> k & 1 else 0
-            for form, (size, extra) in enumerate(step.tapes):
+            for form, (size, extra, _) in enumerate(step.tapes):
                 if held - freed + size + step.tape_working + cotangent <= budget:
                     tapes = (*here.tapes[:k], form, *here.tapes[k + 1 :])
                     retired = here.retired | 1 << k if persistent else 0
@@ -124,6 +123,6 @@ def _moves(
         if here.tapes[other] >= 0 and not persistent:
             yield 0.0, situation(tapes=(*here.tapes[:other], -1, *here.tapes[other + 1 :]))
     last = here.front - 1
-    if here.tapes[last] >= 0 and held + steps[last].backward_working <= budget:
+    if here.tapes[last] >= 0 and held + steps[last].tapes[here.tapes[last]][2] <= budget:
         tapes = (*here.tapes[:last], -1, *here.tapes[last + 1 :])
         yield 0.0, situation(current=NO_STATE, tapes=tapes, front=last)

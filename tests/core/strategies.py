@@ -14,7 +14,8 @@ small = st.integers(0, 3)
 def step_costs(draw: st.DrawFn) -> StepCost:
     state = draw(st.integers(1, 4))
     tape = state + draw(st.integers(0, 4))
-    forms = draw(st.lists(st.tuples(st.integers(state, tape), st.sampled_from([0.25, 0.5, 1.0])), max_size=2))
+    seconds = st.sampled_from([0.25, 0.5, 1.0])
+    form = st.builds(TapeOption, st.integers(state, tape), seconds, backward=st.one_of(st.none(), st.integers(0, 7)))
     return StepCost(
         state,
         tape,
@@ -22,7 +23,7 @@ def step_costs(draw: st.DrawFn) -> StepCost:
         backward=0.0,
         cotangent=draw(small),
         working=Working(draw(small), draw(small), draw(small)),
-        options=tuple(TapeOption(*form) for form in forms),
+        options=tuple(draw(st.lists(form, max_size=2))),
     )
 
 
@@ -34,11 +35,13 @@ def in_words_of_search(chain: Chain) -> list[Step]:
     return [
         Step(
             step.state,
-            tuple((option.tape, option.extra) for option in step.menu),
+            tuple(
+                (entry.tape, entry.extra, step.working.backward if entry.backward is None else entry.backward)
+                for entry in step.menu
+            ),
             step.forward,
             step.working.advance,
             step.working.tape,
-            step.working.backward,
             step.cotangent,
         )
         for step in (chain[k] for k in range(len(chain)))

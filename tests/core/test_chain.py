@@ -53,6 +53,10 @@ def test_other_values_are_checked_too() -> None:
         TapeOption(4, -1.0)
     with pytest.raises(InputError, match=r"option\.tape=0"):
         TapeOption(0, 0.0)
+    with pytest.raises(InputError, match=r"option\.backward=-1 is too small"):
+        TapeOption(4, 0.0, backward=-1)
+    with pytest.raises(InputError, match=r"option\.backward=1\.5 is a float"):
+        TapeOption(4, 0.0, backward=1.5)  # type: ignore[arg-type]  # that is the point
     with pytest.raises(InputError, match="cotangent=-1"):
         StepCost(4, 8, cotangent=-1)
     with pytest.raises(InputError, match=r"disk\.read is not a time"):
@@ -124,3 +128,12 @@ def test_a_list_of_options_is_kept_as_a_tuple() -> None:
 def test_the_menu_begins_with_the_whole_tape() -> None:
     lean = TapeOption(5, 0.25, "lean")
     assert StepCost(4, 8, options=(lean,)).menu == (TapeOption(8, 0.0, "keep"), lean)
+
+
+def test_each_form_has_its_own_backward() -> None:
+    forms = (TapeOption(5, 0.25, backward=90), TapeOption(6, 0.25), TapeOption(7, 0.25, backward=np.int64(0)))  # type: ignore[arg-type]
+    step = StepCost(4, 8, cotangent=3, working=Working(10, 20, 30), options=forms)
+    assert step.pulling == (30, 90, 30, 0)
+    assert [step.working_set_in(form) for form in range(4)] == [30, 90, 30, 23]
+    assert step.working_set == 90
+    assert type(step.options[2].backward) is int

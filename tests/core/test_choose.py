@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.chain import Chain, Disk, StepCost, TapeOption
+from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
 from lowtide.errors import BudgetError, InputError
+from lowtide.plan import Schedule
 from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.frontier import frontier
 from lowtide.planners.hetero import Hetero
@@ -102,11 +104,11 @@ def test_budgets_that_cannot_work_name_the_least_that_can(chain: Chain) -> None:
 
 def test_of_a_menu_the_cheapest_form_is_taken_for_all_equal_steps() -> None:
     lean = (TapeOption(5, 0.01, "lean"),)
-    chain = Chain.equal(StepCost(4, 20, 1.0, 2.0, options=lean), 50)  # too long to mix forms along the chain
-    assert choose(chain, 1000).schedule == Uniform(1000, option=0)
-    tight = choose(chain, 250)
-    assert tight.schedule == Uniform(250, option=1)
-    assert tight.bill.seconds == pytest.approx(150 + 50 * 0.01)
+    chain = Chain.equal(StepCost(4, 20, 1.0, 2.0, options=lean), 250)  # too long to mix forms along the chain
+    assert choose(chain, 5000).schedule == Uniform(5000, option=0)
+    tight = choose(chain, 1250)
+    assert tight.schedule == Uniform(1250, option=1)
+    assert tight.bill.seconds == pytest.approx(750 + 250 * 0.01)
     assert simulate(tight) == tight.bill
     assert least_budget(chain) == 9
     assert choose(chain, 9).schedule == Uniform(9, option=1)
@@ -117,6 +119,45 @@ def test_forms_are_mixed_along_a_short_chain() -> None:
     assert [choose(chain, budget).bill.seconds for budget in (8, 16, 24, 32, 40)] == [44.0, 43.0, 42.0, 41.0, 40.0]
     assert choose(chain).bill.peak_memory == 4  # two lean tapes, or one beside two states; whole tapes would take 13
     assert {decision.form for decision in choose(chain).decisions()} == {"lean"}
+    longer = choose(Chain.equal(chain[0], 60), 360)  # thirty whole tapes and as many lean ones
+    assert longer.bill.seconds == 60 * 10.0 + 30 * 1.0
+    assert simulate(longer) == longer.bill
+
+
+def test_what_a_smaller_tape_needs_in_its_backward_counts() -> None:
+    def planned(backward: int | None, budget: int | None = None) -> tuple[Schedule, int]:
+        lean = TapeOption(5, 0.01, "lean", backward)
+        plan = choose(Chain.equal(StepCost(4, 20, options=(lean,), working=Working(1, 2, 3)), 250), budget)
+        assert simulate(plan) == plan.bill
+        return plan.schedule, plan.bill.peak_memory
+
+    assert planned(None, 1253) == planned(3, 1253) == (Uniform(1250, option=1), 1253)
+    assert planned(40, 1290) == (Uniform(1250, option=1), 1290)
+    assert least_budget(Chain.equal(StepCost(4, 20, options=(TapeOption(5, 0.01, "lean", 40),)), 250)) == 4 + 20
+    # Without a knob, the form with the lower peak: 122 lean tapes and snapshots, unless their backward takes too much.
+    schedule, lean_peak = planned(3)
+    assert isinstance(schedule, Uniform)
+    assert schedule.option == 1
+    assert planned(40)[1] == lean_peak + 37
+    schedule, whole_peak = planned(1000)
+    assert schedule == Uniform(whole_peak - 3)
+
+
+def test_planners_that_keep_whole_tapes_need_not_know_what_smaller_ones_take() -> None:
+    bare = StepCost(4, 20, working=Working(1, 2, 3))
+    menu = replace(bare, options=(TapeOption(5, 0.01, "lean", 1000),))
+    for knobs in ({"rooms": True}, {"disk": Disk(1.0, 1.0)}):
+        assert least_budget(Chain.equal(menu, 250), **knobs) == least_budget(Chain.equal(bare, 250), **knobs)
+        planned = [choose(Chain.equal(step, 250), 100, **knobs) for step in (bare, menu)]
+        assert planned[0].bill == planned[1].bill
+    assert list(frontier(Chain.equal(menu, 3), points=3))[-1].knob.value == 63
+
+
+@given(chains(most=5), st.integers(0, 60))
+def test_plans_keep_the_budget_and_pass_the_judge(chain: Chain, more: int) -> None:
+    plan = choose(chain, least_budget(chain) + more)
+    assert plan.bill.peak_memory <= least_budget(chain) + more
+    assert simulate(plan) == plan.bill
 
 
 @given(chains(most=7))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -41,6 +42,22 @@ def test_no_persistent_schedule_is_faster(chain: Chain, budget: int) -> None:
 @given(chains(most=5), st.integers(2, 55))
 def test_no_persistent_schedule_is_faster_on_five_steps(chain: Chain, budget: int) -> None:
     assert planned_seconds(chain, budget) == cheapest(in_words_of_search(chain), budget, persistent=True)
+
+
+@settings(max_examples=150)
+@given(chains(most=4), st.integers(0, 30))
+def test_levels_of_one_byte_are_exact(chain: Chain, more: int) -> None:
+    """Where the budget has fewer bytes than the table has levels, nothing is rounded."""
+    budget = hetero.least(chain) + more
+    bill = hetero.by_levels(chain, budget).bill(chain)
+    assert bill.peak_memory <= budget
+    assert bill.seconds == cheapest(in_words_of_search(chain), budget, persistent=True)
+
+
+@given(chains(most=7))
+def test_the_least_of_long_chains_is_that_of_the_staircases(chain: Chain) -> None:
+    peak, decisions = hetero._smallest(chain)
+    assert peak == hetero.least(chain) == Hetero(decisions).bill(chain).peak_memory
 
 
 def random_chain(rng: random.Random, length: int) -> Chain:
@@ -167,6 +184,48 @@ def test_a_menu_is_used_where_it_pays() -> None:
     assert sorted(decision.form for decision in one_lean.decisions()) == ["keep", "lean"]
     assert one_lean.bill.seconds == pytest.approx(20.1)
     assert {decision.form for decision in choose(chain, 4).decisions()} == {"lean"}
+
+
+def with_forms(chain: Chain, forms: int) -> Chain:
+    """The same chain with smaller and smaller tapes on every menu, each of which needs more in its backward."""
+    rng = random.Random(len(chain))
+    steps = []
+    for step in (chain[k] for k in range(len(chain))):
+        options, extra = [], 0.0
+        for form in range(1, forms):
+            tape = step.state + int((step.tape - step.state) * (1 - form / forms))
+            extra += rng.uniform(0.02, 0.2) * step.forward
+            options.append(TapeOption(tape, extra, f"lean {form}", step.working.backward + form * step.state))
+        steps.append(replace(step, options=tuple(options)))
+    return Chain.of(steps)
+
+
+def test_few_steps_with_many_forms_are_exact_too() -> None:
+    assert hetero.is_exact(network(48, seed=1))
+    assert not hetero.is_exact(network(49, seed=1))
+    assert hetero.is_exact(with_forms(network(32, seed=1), 5))
+    assert not hetero.is_exact(with_forms(network(33, seed=1), 5))
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.6])
+def test_levels_come_close_with_menus(share: float) -> None:
+    chain = with_forms(network(24, seed=3), 5)
+    budget = hetero.least(chain) + int(share * chain.plain_tape)
+    exact, levels = hetero.fastest(chain, budget).bill(chain), hetero.by_levels(chain, budget).bill(chain)
+    assert max(exact.peak_memory, levels.peak_memory) <= budget
+    assert exact.seconds <= levels.seconds <= 1.01 * exact.seconds
+
+
+@pytest.mark.parametrize("length", [60, 230])
+def test_menus_of_long_chains_are_used(length: int) -> None:
+    whole = Chain.of([StepCost(1000, 100_000 + 17 * k, working=Working(backward=500)) for k in range(length)])
+    menus = with_forms(whole, 3)
+    chain = Chain.of([menus[k] if k % 5 else whole[k] for k in range(length)])  # joined steps may differ in their forms
+    plan = choose(chain, "50%")
+    assert plan.bill.peak_memory <= 0.5 * whole.plain_tape
+    assert plan.time_factor < 1.1  # with whole tapes alone it is 1.17
+    assert {decision.form for decision in plan.decisions()} == {"keep", "lean 1", "lean 2"}
+    assert simulate(plan) == plan.bill
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 20])

@@ -15,7 +15,7 @@ from lowtide.planners.uniform import Uniform
 from lowtide.simulate import simulate
 
 STEP = StepCost(10, 40, 0.5, 1.0, cotangent=10, working=Working(20, 30, 40), options=(TapeOption(20, 0.25, "lean"),))
-EQUAL = Chain.equal(STEP, 50)
+EQUAL = Chain.equal(STEP, 250)
 UNEQUAL = Chain.of([dataclasses.replace(STEP, tape=40 + k) for k in range(12)], [f"layer {k}" for k in range(12)])
 
 PLANS = [
@@ -44,6 +44,19 @@ def test_a_plan_is_a_value_whose_bill_the_simulation_confirms(plan: Plan) -> Non
         plan.knob = Knob("none")  # type: ignore[misc]  # that is the point
 
 
+def test_json_without_the_backward_of_options_is_read_too() -> None:
+    lean = TapeOption(20, 0.25, "lean", backward=70)
+    plan = choose(Chain.equal(dataclasses.replace(STEP, options=(lean,)), 250), 500)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.chain[0].options == (lean,)
+    older = json.loads(choose(UNEQUAL, 200).to_json())
+    for step in older["chain"]["steps"]:
+        for option in step["options"]:
+            assert option.pop("backward") is None
+    assert Plan.from_json(json.dumps(older)) == choose(UNEQUAL, 200)
+
+
 def test_json_holds_parameters_and_no_actions() -> None:
     plan = choose(Chain.equal(StepCost(1, 5), 10**6), 60)
     document = json.loads(plan.to_json())
@@ -67,7 +80,7 @@ def test_the_text_reads_as_a_report() -> None:
     online = Plan.make(EQUAL, Knob("checkpoints", 5), Online(5))
     assert online.bound is not None
     assert f"this plan makes {online.bill.plain_runs - online.bound.runs} more" in str(online)
-    assert repr(online).startswith("<Plan of 50 steps by online, checkpoints=5: ")
+    assert repr(online).startswith("<Plan of 250 steps by online, checkpoints=5: ")
 
 
 def test_unequal_plans_say_what_happens_to_each_step() -> None:

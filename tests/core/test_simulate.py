@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape, Tier
@@ -57,6 +59,20 @@ def test_unequal_steps_and_menus() -> None:
     bill = simulate_actions(chain, [Tape(0, 1, 1), Tape(1, 2), Backward(0, 2)])
     assert bill == Bill(0, 2, 2, 4 + 20 + 50, 0, 0, 1 + 3 + 2 + 4 + 0.5)
     assert simulate_actions(chain, TWO_STEPS_RERUN).peak_memory == 1 + 20 + 50
+
+
+def test_a_smaller_tape_may_need_more_in_its_backward() -> None:
+    step = StepCost(1, 10, options=(TapeOption(4, 0.5, backward=30), TapeOption(5, 0.5)), working=Working(3, 3, 6))
+    for chain in (Chain.equal(step, 2), Chain.of([step, replace(step, forward=3.0)])):
+
+        def peak(*forms: int, chain: Chain = chain) -> int:
+            tapes: list[Action] = [Tape(k, k + 1, form) for k, form in enumerate(forms)]
+            return simulate_actions(chain, [*tapes, Backward(0, 2)]).peak_memory
+
+        assert (peak(0, 0), peak(0, 1), peak(1, 0)) == (10 + 10 + 6, 10 + 4 + 30, 4 + 30)
+        assert (peak(1, 1), peak(2, 2)) == (4 + 4 + 30, 5 + 5 + 6)
+    taped_at_once: list[Action] = [Tape(0, 2, 1), Backward(0, 2)]
+    assert simulate_actions(Chain.equal(step, 2), taped_at_once).peak_memory == 4 + 4 + 30
 
 
 def test_disk() -> None:

@@ -24,7 +24,7 @@ def test_no_schedule_over_two_tiers_is_faster(length: int, write: float, read: f
         for memory in range(tape, 6):
             chain = Chain.equal(StepCost(state, tape, 1.0, 0.0), length)
             plan = choose(chain, memory, disk=Disk(write / state, read / state))
-            steps = [Step(state, ((tape, 0.0),))] * length
+            steps = [Step(state, ((tape, 0.0, 0),))] * length
             assert plan.bill.seconds == cheapest(steps, memory, write=write, read=read)
             assert plan.bill.peak_memory <= memory
             assert simulate(plan) == plan.bill

@@ -12,11 +12,18 @@ from lowtide.errors import BudgetError
 from lowtide.plan import Knob, Plan
 from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.revolve import plain_runs
-from lowtide.planners.uniform import Uniform, capacities, least_memory, one_sweep_memory
+from lowtide.planners.uniform import (
+    Uniform,
+    capacities,
+    least_memory,
+    one_sweep_memory,
+    uniform_least,
+    uniform_within,
+)
 from lowtide.simulate import simulate
 from tests.core.exhaustive import Step, cheapest
 from tests.core.peers import peer_plain_runs
-from tests.core.strategies import in_words_of_search
+from tests.core.strategies import in_words_of_search, step_costs
 
 
 def planned(length: int, memory: int, state: int, tape: int) -> Plan:
@@ -81,7 +88,7 @@ def test_long_chains_are_within_two_runs_of_the_bound(length: int, memory: int, 
 def test_no_schedule_at_all_needs_fewer_runs(length: int) -> None:
     for state, tape in [(1, 1), (1, 2), (2, 3), (1, 3), (2, 2), (3, 4)]:
         for memory in range(1, min(length * tape, 4 * state + 3 * tape) + 1):
-            least = cheapest([Step(state, ((tape, 0.0),))] * length, memory)
+            least = cheapest([Step(state, ((tape, 0.0, 0),))] * length, memory)
             if memory < least_memory(state, tape, length):
                 assert least == float("inf")
             else:
@@ -196,6 +203,31 @@ def test_no_schedule_is_faster_whatever_the_working_set(
     step = StepCost(state, state + more, 1.0, 0.0, cotangent=cotangent, working=Working(advance, tape, backward))
     chain = Chain.equal(step, length)
     least = cheapest(in_words_of_search(chain), budget)
+    if budget < least_budget(chain):
+        assert least == float("inf")
+    else:
+        assert choose(chain, budget).bill.seconds == least
+
+
+@settings(max_examples=150)
+@given(step_costs(), st.integers(1, 80), st.integers(0, 120))
+def test_every_form_keeps_the_budget(step: StepCost, length: int, more: int) -> None:
+    chain = Chain.equal(step, length)
+    budget = uniform_least(step, length) + more
+    schedules = uniform_within(chain, budget)
+    assert schedules
+    for schedule in schedules:
+        plan = Plan.make(chain, Knob("budget", budget), schedule)
+        assert plan.bill.peak_memory <= budget
+        assert simulate(plan) == plan.bill
+    assert not uniform_within(chain, budget - more - 1)
+
+
+@settings(max_examples=60)
+@given(step_costs(), st.integers(1, 4), st.integers(1, 30))
+def test_no_persistent_schedule_of_equal_steps_is_faster(step: StepCost, length: int, budget: int) -> None:
+    chain = Chain.equal(step, length)
+    least = cheapest(in_words_of_search(chain), budget, persistent=True)
     if budget < least_budget(chain):
         assert least == float("inf")
     else:

@@ -66,6 +66,25 @@ def _tutorial(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
     return lambda _, x: (None, net(x)), None, list(net.parameters())
 
 
+class _Decaying(nn.Module):
+    """Of its state, autograd saves what a step gets, not what it leaves."""
+
+    def __init__(self, width: int, batch: int) -> None:
+        super().__init__()
+        self.current = nn.Linear(6, width)
+        self.decay = nn.Parameter(torch.full((), 0.9))
+        self.v = torch.zeros(batch, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.v = self.v * self.decay + self.current(x).tanh().exp()
+        return self.v.sum(1)
+
+
+def _decaying(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
+    net = _Decaying(width, batch)
+    return lambda _, x: (None, net(x)), None, list(net.parameters())
+
+
 MODELS: dict[str, Callable[[int, int], tuple[Any, Any, list[torch.Tensor]]]] = {
     "gru": _gru,
     "lif": _lif,
@@ -74,32 +93,43 @@ MODELS: dict[str, Callable[[int, int], tuple[Any, Any, list[torch.Tensor]]]] = {
     "dropout": _dropped,
     "module": _module,
     "tutorial": _tutorial,
+    "decaying": _decaying,
 }
 
 
-def measured(name: str, width: int, batch: int, length: int, budget: int | str, *, x_grads: bool) -> int:
+def _left_in_modules(step: Any) -> list[torch.Tensor]:
+    """The last state of modules that the step closes over: a result like any other."""
+    modules = [cell.cell_contents for cell in step.__closure__ if isinstance(cell.cell_contents, nn.Module)]
+    values = [value for module in modules for child in module.modules() for value in vars(child).values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def measured(
+    name: str, width: int, batch: int, length: int, budget: int | str, *, x_grads: bool, lean: bool = False
+) -> int:
     """Most bytes held at once beyond inputs, outputs, parameters and gradients, in the forward and in the backward."""
     torch.manual_seed(0)
     step, init, leaves = MODELS[name](width, batch)
     xs = torch.randn(length, batch, 6, requires_grad=x_grads)
     wanted = [*leaves, *([xs] if x_grads else [])]
     with measure.peak() as memory:
-        carry, ys = lt.checkpointed_scan(step, init, xs, budget=budget)
+        carry, ys = lt.checkpointed_scan(step, init, xs, budget=budget, lean=lean)
         tensors = [t for t in torch.utils._pytree.tree_leaves((carry, ys)) if isinstance(t, torch.Tensor)]
-        outputs = measure.storage_bytes(tensors)
+        outputs = measure.storage_bytes([*tensors, *_left_in_modules(step)])
         forward, before = memory.peak - outputs, memory.now
         loss = sum(t.sum() for t in tensors if t.requires_grad)
         assert isinstance(loss, torch.Tensor)
+        cotangent = torch.ones_like(loss)
         outputs += memory.now - before  # the loss is not the loop's
         memory.restart_peak()
-        grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+        grads = torch.autograd.grad(loss, wanted, cotangent, allow_unused=True)
         backward = memory.peak - outputs - measure.storage_bytes([g for g in grads if g is not None])
     return max(forward, backward)
 
 
-def least(name: str, width: int, batch: int, length: int, *, x_grads: bool) -> int:
+def least(name: str, width: int, batch: int, length: int, *, x_grads: bool, lean: bool = False) -> int:
     with pytest.raises(BudgetError) as caught:
-        measured(name, width, batch, length, 1, x_grads=x_grads)
+        measured(name, width, batch, length, 1, x_grads=x_grads, lean=lean)
     return caught.value.least
 
 

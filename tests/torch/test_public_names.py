@@ -13,15 +13,15 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import lowtide.torch as lt
 
 LOOP = ["length", "base", "checkpoints", "budget", "plan", "reverse", "unroll", "pbar", "reduce"]
-EXTRAS = ["check_rerun", "compile", "generators", "contexts", "captures", "hidden", "advance_with_grad"]
-PLANNING = ["length", "base", "checkpoints", "budget", "reverse", "reduce", "hidden"]
+EXTRAS = ["check_rerun", "compile", "generators", "contexts", "captures", "hidden", "advance_with_grad", "lean"]
+PLANNING = ["length", "base", "checkpoints", "budget", "reverse", "reduce", "hidden", "lean"]
 
 PARAMETERS = {
     "checkpointed_scan": ["f", "init", "xs", *LOOP, *EXTRAS],
     "checkpointed_for_loop": ["f", "xs", *LOOP, *EXTRAS],
     "checkpointed_while_loop": [
         *["cond", "body", "init", "checkpoints", "budget", "max_steps"],
-        *["check_rerun", "generators", "captures", "hidden"],
+        *["check_rerun", "generators", "captures", "hidden", "lean"],
     ],
     "scan": ["f", "init", "xs", "length", "reverse", "unroll", "pbar", "reduce"],
     "for_loop": ["f", "xs", "length", "reverse", "unroll", "pbar", "reduce"],

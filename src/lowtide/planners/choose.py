@@ -70,8 +70,8 @@ def choose(
         return Plan.make(chain, Knob("none"), rooms_of_one_sweep(chain))
     step, length = chain[0], len(chain)
     memories = [one_sweep_memory(step.state, entry.tape, length) for entry in step.menu]
-    option = min(range(len(memories)), key=memories.__getitem__)
-    return Plan.make(chain, Knob("none"), Uniform(memories[option], option))
+    plans = [Plan.make(chain, Knob("none"), Uniform(memory, option)) for option, memory in enumerate(memories)]
+    return min(plans, key=lambda plan: (plan.bill.peak_memory, plan.bill.seconds))
 
 
 def has_rooms(plan: Plan) -> bool:
@@ -90,7 +90,7 @@ def least_budget(chain: Chain, disk: Disk | None = None, *, rooms: bool = False)
     if not chain.is_equal:
         return hetero.least(chain)
     if disk is not None:
-        return chain[0].working_set + chain[0].tape
+        return chain[0].working_set_in(0) + chain[0].tape
     least = uniform_least(chain[0], len(chain))
     return min(least, hetero.least(chain)) if _is_short_and_uneven(chain) else least
 
@@ -106,7 +106,7 @@ def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
     if not chain.is_equal:
         return Plan.make(chain, knob, hetero.fastest(chain, budget))
     if disk is not None:
-        return Plan.make(chain, knob, two_tiers(chain, budget - chain[0].working_set, disk))
+        return Plan.make(chain, knob, two_tiers(chain, budget - chain[0].working_set_in(0), disk))
     plans = [Plan.make(chain, knob, schedule) for schedule in uniform_within(chain, budget)]
     if _is_short_and_uneven(chain):
         plans.append(Plan.make(chain, knob, hetero.fastest(chain, budget)))
@@ -125,9 +125,12 @@ def _either_way(chain: Chain, ways: Ways, knob: Knob, budget: int) -> Plan:
 
 
 def _is_short_and_uneven(chain: Chain) -> bool:
-    """Whether the exact planner for unequal steps may find more in a chain of equal ones.
+    """Whether the planner for unequal steps may find more in a chain of equal ones.
 
-    It can mix forms of tape along the chain, and knows that there is no cotangent before the first backward.
+    It can mix forms of tape along the chain. Where it is exact, it also gains from there being no cotangent before the
+    first backward.
     """
     step = chain[0]
-    return len(chain) <= hetero.EXACT_STEPS and bool(step.options or step.cotangent)
+    if step.options:
+        return len(chain) <= hetero.MOST_STEPS
+    return step.cotangent > 0 and hetero.is_exact(chain)

@@ -20,7 +20,7 @@ def frontier(
     whole_number(points, "points", least=2)
     low = least_budget(chain, disk, rooms=rooms)
     steps = chain.steps if chain.ways is None else (chain.ways.several,)  # what keeps everything keeps several
-    high = max(low, chain.plain_tape + max(step.working_set for step in steps))
+    high = max(low, chain.plain_tape + max(step.working_set_in(0) for step in steps))
     budgets = {min(max(round(low * (high / low) ** (k / (points - 1))), low), high) for k in range(points)}
     for budget in sorted(budgets | {budget for budget in also if low <= budget <= high}):
         yield choose(chain, budget, disk=disk, rooms=rooms)

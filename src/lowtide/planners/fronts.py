@@ -5,7 +5,8 @@ its corners. Taping a step shifts a staircase; splitting adds two of them at the
 those of its parts, and their number does not multiply: a chain of 50 steps with sizes at random has about 800. One set
 of staircases answers every budget, so a larger budget can never come out slower.
 
-It takes a few microseconds for each (start, split, stop) and corner; `levels` is for longer chains.
+It takes a few microseconds for each (start, split, stop) and corner. Five forms for each step instead of one make four
+times as many corners; `levels` is for longer chains and longer menus.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Fronts:
 
     def _taped(self, start: int, stop: int, option: int) -> _Front:
         tape = self._needs.tapes[start][option]
-        beside = self._needs.beside_tape(start, stop)
+        beside = self._needs.beside_tape(start, stop, option)
         room, seconds = np.array([tape + beside]), np.array([self._own[start][option]])
         if stop - start > 1:
             rest = self._fronts[start + 1, stop]

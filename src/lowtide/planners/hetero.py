@@ -9,9 +9,9 @@ checkpointing for heterogeneous chains", 2019), with several tapes to choose fro
 
 It is optimal among persistent schedules: those in which a snapshot or tape, once made, stays until its own backward,
 and no step runs while the tape of a later one is kept. Dropping one early and making it again later can win, seldom
-and little (the tests measure it). Up to `EXACT_STEPS` steps the program is evaluated exactly, in bytes (`fronts`);
-longer chains get a table of memory levels (`levels`), and those above `MOST_STEPS` have their smallest neighbours
-joined first.
+and little (the tests measure it). Up to `EXACT_STEPS` steps of one form, or fewer of more, the program is evaluated
+exactly, in bytes (`fronts`); other chains get a table of memory levels (`levels`), and those above `MOST_STEPS` have
+their smallest neighbours joined first.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
-from lowtide.chain import Chain, StepCost, Working
+from lowtide.chain import Chain, StepCost, TapeOption, Working
 from lowtide.errors import InputError
 from lowtide.plan import Bill, registered
 from lowtide.planners.fronts import fronts
@@ -99,14 +100,20 @@ class Hetero:
         return InputError(f"{len(self.decisions):,} decisions do not fit a chain of {len(chain):,} steps")
 
 
+def is_exact(chain: Chain) -> bool:
+    """Whether nothing is rounded: staircases have corners in proportion to the forms of all steps."""
+    length = len(chain)
+    return length <= EXACT_STEPS and length**3 * sum(len(chain[k].menu) for k in range(length)) <= EXACT_STEPS**4
+
+
 def least(chain: Chain) -> int:
     """The fewest bytes, working set included, in which the chain has a persistent schedule."""
-    return fronts(chain).least if len(chain) <= EXACT_STEPS else _smallest(chain)[0]
+    return fronts(chain).least if is_exact(chain) else _smallest(chain)[0]
 
 
 def fastest(chain: Chain, budget: int) -> Hetero:
     """The fastest persistent schedule found whose peak is at most `budget`, which must be at least `least(chain)`."""
-    if len(chain) <= EXACT_STEPS:
+    if is_exact(chain):
         return Hetero(tuple(fronts(chain).decisions(budget)))
     everything = Hetero((0,) * len(chain))
     return everything if everything.bill(chain).peak_memory <= budget else by_levels(chain, budget)
@@ -121,7 +128,7 @@ def by_levels(chain: Chain, budget: int, levels: int = LEVELS) -> Hetero:
         # Seconds only rise on the way down, so the first plan that keeps the budget is the best. Where a level less
         # takes the same time, that plan is the smaller one.
         if table.seconds(level) < table.seconds(level - 1):
-            schedule = Hetero(tuple(_expanded(table.decisions(level), sizes)))
+            schedule = Hetero(tuple(_expanded(chain, table.decisions(level), sizes)))
             if schedule.bill(chain).peak_memory <= budget:
                 return schedule
     return Hetero(_smallest(chain)[1])  # so close to the least that rounding leaves no other
@@ -139,7 +146,10 @@ def with_slots(chain: Chain, slots: int) -> Hetero | Revolve:
 
 
 def _joined(chain: Chain) -> tuple[Chain, list[int]]:
-    """The chain with its smallest neighbours joined until `MOST_STEPS` are left, and how many steps each holds."""
+    """The chain with its smallest neighbours joined until `MOST_STEPS` are left, and how many steps each holds.
+
+    Joined steps have as many forms as the one of them with the most, and all are taped in the same; see `_form`.
+    """
     sizes = [1] * len(chain)
     tapes = [chain[k].tape for k in range(len(chain))]
     while len(sizes) > MOST_STEPS:
@@ -150,35 +160,49 @@ def _joined(chain: Chain) -> tuple[Chain, list[int]]:
         return chain, sizes
     steps, start = [], 0
     for size in sizes:
-        parts = [chain[k] for k in range(start, start + size)]
-        steps.append(
-            StepCost(
-                parts[0].state,
-                sum(part.tape for part in parts),
-                sum(part.forward for part in parts),
-                sum(part.backward for part in parts),
-                cotangent=parts[0].cotangent,
-                working=Working(
-                    max(part.working.advance for part in parts),
-                    max(part.working.tape for part in parts),
-                    max(part.working.backward for part in parts),
-                ),
-            )
-        )
+        steps.append(_as_one([chain[k] for k in range(start, start + size)]))
         start += size
     return Chain.of(steps), sizes
 
 
-def _expanded(decisions: list[int], sizes: list[int]) -> Iterator[int]:
+def _as_one(parts: list[StepCost]) -> StepCost:
+    options = []
+    for form in range(1, max(len(part.menu) for part in parts)):
+        forms = [(part, _form(part, form)) for part in parts]
+        entries = [part.menu[form] for part, form in forms]
+        tape, extra = sum(entry.tape for entry in entries), sum(entry.extra for entry in entries)
+        options.append(TapeOption(tape, extra, backward=max(part.pulling[form] for part, form in forms)))
+    return StepCost(
+        parts[0].state,
+        sum(part.tape for part in parts),
+        sum(part.forward for part in parts),
+        sum(part.backward for part in parts),
+        cotangent=parts[0].cotangent,
+        working=Working(
+            max(part.working.advance for part in parts),
+            max(part.working.tape for part in parts),
+            max(part.working.backward for part in parts),
+        ),
+        options=tuple(options),
+    )
+
+
+def _form(step: StepCost, form: int) -> int:
+    """The entry of its menu that the step is taped in where its neighbours are taped in this one: its last, at most."""
+    return min(form, len(step.menu) - 1)
+
+
+def _expanded(chain: Chain, decisions: list[int], sizes: list[int]) -> Iterator[int]:
     """Decisions over joined steps as decisions over the steps themselves."""
+    first = list(accumulate(sizes, initial=0))
     pending = [(0, len(sizes))]
     for decision in decisions:
         start, stop = pending.pop()
         if decision > 0:
-            yield sum(sizes[start : start + decision])
+            yield first[start + decision] - first[start]
             pending += [(start, start + decision), (start + decision, stop)]
         else:
-            yield from [decision] * sizes[start]
+            yield from (-_form(chain[k], -decision) for k in range(first[start], first[start + 1]))
             if stop - start > 1:
                 pending.append((start + 1, stop))
 
@@ -194,9 +218,13 @@ def _smallest(chain: Chain) -> tuple[int, tuple[int, ...]]:
     for width in range(1, length + 1):
         for start in range(length - width + 1):
             stop = start + width
-            option = int(np.argmin(needs.tapes[start]))
-            beside = max(needs.beside_tape(start, stop), int(peaks[start + 1, stop]))
-            peak, decision = needs.tapes[start][option] + beside, -option
+            rest = int(peaks[start + 1, stop])
+            peaks_in = [
+                tape + max(needs.beside_tape(start, stop, option), rest)
+                for option, tape in enumerate(needs.tapes[start])
+            ]
+            peak = min(peaks_in)
+            decision = -peaks_in.index(peak)
             if width > 1:
                 running = np.maximum.accumulate(advance[start : stop - 1]) + needs.cotangent[stop - 1]
                 right = state[start] + np.maximum(running, peaks[start + 1 : stop, stop])

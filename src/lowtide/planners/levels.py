@@ -29,8 +29,8 @@ class Levels:
         self._length, self._one_tape = length, count_slots
         needs = self._needs = MemoryNeeds(chain, unit)
         if count_slots:
-            needs.state, needs.tapes = [1] * length, [[1] for _ in range(length)]
-            needs.advance = needs.tape = needs.backward = needs.cotangent = [0] * length
+            needs.state, needs.tapes, needs.pulling = [1] * length, [[1]] * length, [[0]] * length
+            needs.advance = needs.tape = needs.cotangent = [0] * length
         self._own = [
             [step.forward + step.backward + option.extra for option in step.menu[: len(needs.tapes[k])]]
             for k, step in ((k, chain[k]) for k in range(length))
@@ -70,7 +70,7 @@ class Levels:
     def _taping(self, start: int, stop: int, option: int) -> tuple[int, _Floats]:
         """The least levels in which step `start` can be taped first, and the seconds from there on up."""
         tape = self._needs.tapes[start][option]
-        low = min(tape + self._needs.beside_tape(start, stop), self.levels + 1)
+        low = min(tape + self._needs.beside_tape(start, stop, option), self.levels + 1)
         own = self._own[start][option]
         if stop - start == 1:
             return low, np.full(self.levels + 1 - low, own)

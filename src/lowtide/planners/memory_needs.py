@@ -22,13 +22,13 @@ class MemoryNeeds:
         self.tapes = [[columns[form][k] for form in range(len(step.menu))] for k, step in enumerate(steps)]
         self.advance = [-(-step.working.advance // unit) for step in steps]
         self.tape = [-(-step.working.tape // unit) for step in steps]
-        self.backward = [-(-step.working.backward // unit) for step in steps]
+        self.pulling = [[-(-backward // unit) for backward in step.pulling] for step in steps]
         # While [s, t) is treated, the cotangent of state t is there, unless t is the end of the chain.
         self.cotangent = [-(-step.cotangent // unit) for step in steps[1:]] + [0]
 
-    def beside_tape(self, start: int, stop: int) -> int:
-        """Room that step `start` needs beside its own tape, when [start, stop) is treated by taping it first."""
-        return max(self.tape[start] + self.cotangent[stop - 1], self.backward[start])
+    def beside_tape(self, start: int, stop: int, form: int) -> int:
+        """Room that step `start` needs beside its own tape, when [start, stop) is treated by taping it so first."""
+        return max(self.tape[start] + self.cotangent[stop - 1], self.pulling[start][form])
 
     def running(self, start: int, middle: int, stop: int) -> int:
         """Room for running [start, middle) from a stored start, when [start, stop) is treated."""

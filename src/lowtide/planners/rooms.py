@@ -20,7 +20,7 @@ _ONE_BY_ONE = 2048
 
 def rooms_least(step: StepCost, length: int) -> int:
     """The least budget for which `rooms_within` finds a schedule."""
-    return step.working_set + min(length * step.tape, step.state + step.tape)
+    return step.working_set_in(0) + min(length * step.tape, step.state + step.tape)
 
 
 def rooms_within(chain: Chain, budget: int) -> Revolve | Base:
@@ -34,7 +34,7 @@ def rooms_within(chain: Chain, budget: int) -> Revolve | Base:
     if budget < least:
         ways = "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
         raise BudgetError(budget, least, ways)
-    memory = budget - step.working_set
+    memory = budget - step.working_set_in(0)
     if memory >= length * step.tape:
         return Base(length)
 

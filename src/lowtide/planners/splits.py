@@ -96,7 +96,7 @@ class _Tally(NamedTuple):
 def bill(rule: Rule, chain: Chain, *, option: int = 0, disk: Disk | None = None) -> Bill:
     """What `play` over the whole chain costs, from its distinct stretches."""
     step, length = equal_step(chain), len(chain)
-    tape = step.menu[option].tape
+    tape, pulling = step.menu[option].tape, step.pulling[option]
     tallies: dict[tuple[int, int, Tier | None, bool], _Tally] = {}
     root = (length, 0, None, True)
     pending: list[tuple[int, int, Tier | None, bool]] = [root]
@@ -106,7 +106,7 @@ def bill(rule: Rule, chain: Chain, *, option: int = 0, disk: Disk | None = None)
         cotangent = 0 if first else step.cotangent
         left, tier = rule(size, held, stored)
         if not left:
-            peak = held * step.state + size * tape + max(step.working.tape + cotangent, step.working.backward)
+            peak = held * step.state + size * tape + max(step.working.tape + cotangent, pulling)
             tallies[node] = _Tally(0, peak, 0, 0, 0, 0)
             pending.pop()
             continue

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
-from lowtide.chain import Chain, StepCost
+from lowtide.chain import Chain
 from lowtide.checks import MOST_STEPS, keep_whole
 from lowtide.errors import InputError
 from lowtide.plan import Bill, registered
+from lowtide.planners.memory_needs import MemoryNeeds
 from lowtide.planners.splits import equal_bill
 from lowtide.simulate import simulate_actions
 
@@ -105,22 +106,24 @@ def sweep_bill(chain: Chain, count: int, last: int, fullest: int, option: int = 
     others holds.
     """
     step, length = chain[0], len(chain)
-    tape = step.menu[option].tape
+    tape, pulling = step.menu[option].tape, step.pulling[option]
     # The last stretch is taped beside every other start, and before there is a cotangent; the sweep holds them all too.
-    peaks = [(count - 1) * step.state + last * tape + max(step.working.tape, step.working.backward)]
+    peaks = [(count - 1) * step.state + last * tape + max(step.working.tape, pulling)]
     if count > 1:
-        peaks.append(fullest + max(step.working.tape + step.cotangent, step.working.backward))
+        peaks.append(fullest + max(step.working.tape + step.cotangent, pulling))
         peaks.append((count - 1) * step.state + step.working.advance)
     return equal_bill(chain, option, plain_runs=length - last, peak_memory=max(peaks), peak_snapshots=count - 1)
 
 
 def least_sweep(chain: Chain) -> Sweep:
-    """The sweep over unequal steps, each taped in its smallest form, that peaks lowest, by halving on the peak.
+    """The sweep over unequal steps that peaks lowest, by halving on the peak.
 
     For a given peak only the snapshot bytes held where a stretch starts matter, and fewer are always better: so
-    one pass over the steps, with the fewest held bytes for each start, decides whether the peak can be kept.
+    one pass over the steps, with the fewest held bytes for each start, decides whether the peak can be kept. What a
+    stretch's own tapes come to is the least over their forms; of the forms that keep the peak, the fastest are taken.
     """
-    needs = _needs(chain)
+    taping = _taping(chain)
+    needs = _needs(chain, taping)
     low, high = 0, int(needs[0, len(chain)])
     best: tuple[int, ...] = (len(chain),)
     while low < high:
@@ -130,28 +133,52 @@ def least_sweep(chain: Chain) -> Sweep:
             low = middle + 1
         else:
             best, high = stretches, middle
-    forms = [min(range(len(step.menu)), key=lambda form: step.menu[form].tape) for step in _steps(chain)]
-    return Sweep(best, tuple(forms) if any(forms) else ())
+    forms = _forms_within(chain, taping, best, high)
+    return Sweep(best, forms if any(forms) else ())
 
 
-def _steps(chain: Chain) -> list[StepCost]:
-    return [chain[k] for k in range(len(chain))]
+def _taping(chain: Chain) -> NDArray[np.int64]:
+    """taping[start, stop]: least peak bytes of taping a stretch and pulling it back, each step in whichever form."""
+    length, needs = len(chain), MemoryNeeds(chain)
+    taping = np.zeros((length + 1, length + 1), dtype=np.int64)
+    cotangents = np.array(needs.cotangent)  # of the state where a stretch stops
+    for start in reversed(range(length)):
+        # All stretches that start here, each after the rest of it.
+        beside = np.maximum(needs.tape[start] + cotangents[start:], taping[start + 1, start + 1 :])
+        peaks = [
+            tape + np.maximum(beside, pulling)
+            for tape, pulling in zip(needs.tapes[start], needs.pulling[start], strict=True)
+        ]
+        taping[start, start + 1 :] = np.min(peaks, axis=0)
+    return taping
 
 
-def _needs(chain: Chain) -> NDArray[np.int64]:
+def _needs(chain: Chain, taping: NDArray[np.int64]) -> NDArray[np.int64]:
     """needs[start, stop]: peak bytes, beyond the snapshots below, of sweeping over and then taping a stretch."""
-    length, steps = len(chain), _steps(chain)
-    smallest = [min(option.tape for option in step.menu) for step in steps]
-    needs = np.zeros((length, length + 1), dtype=np.int64)
-    cotangents = np.array([step.cotangent for step in steps[1:]] + [0])  # of the state where a stretch stops
+    length, needs = len(chain), taping[:-1].copy()
+    advance = [chain[k].working.advance for k in range(length)]
     for start in range(length):
-        taped = np.cumsum(smallest[start:])
-        taping = np.maximum.accumulate(taped + [step.working.tape for step in steps[start:]]) + cotangents[start:]
-        pulling = np.maximum.accumulate(taped + [step.working.backward for step in steps[start:]])
-        sweeping = steps[start].state + np.maximum.accumulate([step.working.advance for step in steps[start:]])
-        sweeping[-1] = 0  # the stretch that ends the chain is taped straight away
-        needs[start, start + 1 :] = np.maximum(np.maximum(taping, pulling), sweeping)
+        sweeping = chain[start].state + np.maximum.accumulate(advance[start:-1])  # the last stretch is taped at once
+        needs[start, start + 1 : -1] = np.maximum(needs[start, start + 1 : -1], sweeping)
     return needs
+
+
+def _forms_within(chain: Chain, taping: NDArray[np.int64], stretches: tuple[int, ...], peak: int) -> tuple[int, ...]:
+    """For each step the fastest form that lets the rest of its stretch keep the peak, from the first step on."""
+    needs, forms, stored, start = MemoryNeeds(chain), [], 0, 0
+    for size in stretches:
+        stop, held = start + size, stored
+        for k in range(start, stop):
+            menu = chain[k].menu
+            fitting = [
+                form
+                for form, entry in enumerate(menu)
+                if held + entry.tape + max(needs.beside_tape(k, stop, form), taping[k + 1, stop]) <= peak
+            ]
+            forms.append(min(fitting, key=lambda form: (menu[form].extra, menu[form].tape)))
+            held += menu[forms[-1]].tape
+        stored, start = stored + chain[start].state, stop
+    return tuple(forms)
 
 
 def _stretches_within(chain: Chain, needs: NDArray[np.int64], peak: int) -> tuple[int, ...] | None:

@@ -164,8 +164,8 @@ class OneSlot:
         step, length = chain[0], len(chain)
         sweeps, plain_runs = self._sweeps(length), self.bound(length)
         tape = step.menu[option].tape
-        again = max(step.working.tape + step.cotangent, step.working.backward)
-        first = max(step.working.tape, step.working.backward)
+        again = _beside_tape(step, option)
+        first = max(step.working.tape, step.pulling[option])
         peaks = [
             step.state + step.working.advance + (step.cotangent if sweeps > 1 else 0),
             step.state + self._taped * tape + (again if sweeps > 1 else first),
@@ -283,7 +283,7 @@ class Uniform:
 
 def uniform_least(step: StepCost, length: int) -> int:
     """The least budget, working set included, for which `uniform_within` finds a plan."""
-    return min(_least_with(step, length, option.tape) for option in step.menu)
+    return min(_least_with(step, length, option) for option in range(len(step.menu)))
 
 
 def uniform_within(chain: Chain, budget: int) -> list[Uniform]:
@@ -297,20 +297,20 @@ def uniform_within(chain: Chain, budget: int) -> list[Uniform]:
     most = max(0, advancing // step.state)
     schedules = []
     for option, entry in enumerate(step.menu):
-        if budget < _least_with(step, length, entry.tape):
+        if budget < _least_with(step, length, option):
             continue
-        memory = budget - _beside_tape(step)
+        memory = budget - _beside_tape(step, option)
         would_use = len(capacities(min(memory, length * entry.tape), step.state, entry.tape, length)) - 1
         schedules.append(Uniform(memory, option, most if most < would_use else None))
     return schedules
 
 
-def _beside_tape(step: StepCost) -> int:
-    return max(step.working.tape + step.cotangent, step.working.backward)
+def _beside_tape(step: StepCost, option: int) -> int:
+    return max(step.working.tape + step.cotangent, step.pulling[option])
 
 
-def _least_with(step: StepCost, length: int, tape: int) -> int:
+def _least_with(step: StepCost, length: int, option: int) -> int:
     """Tape everything, or store one state at a time."""
-    beside = _beside_tape(step)
+    tape, beside = step.menu[option].tape, _beside_tape(step, option)
     one_slot = step.state + max(tape + beside, step.working.advance + step.cotangent)
     return min(length * tape + beside, one_slot)

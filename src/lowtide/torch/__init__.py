@@ -8,6 +8,8 @@ from lowtide.torch import measure, spiking
 from lowtide.torch.checkpoint import checkpoint
 from lowtide.torch.compare import Comparison, compare_gradients
 from lowtide.torch.inputs import Steps
+from lowtide.torch.lean import Lean, lean, lean_frontier
+from lowtide.torch.lean_recipe import LeanPoint
 from lowtide.torch.loops import (
     checkpointed_for_loop,
     checkpointed_scan,
@@ -22,6 +24,8 @@ from lowtide.torch.while_loop import checkpointed_while_loop
 
 __all__ = [
     "Comparison",
+    "Lean",
+    "LeanPoint",
     "Recording",
     "Sequential",
     "Steps",
@@ -33,6 +37,8 @@ __all__ = [
     "compare_gradients",
     "for_loop",
     "is_recomputing",
+    "lean",
+    "lean_frontier",
     "measure",
     "plan_for_loop",
     "plan_scan",

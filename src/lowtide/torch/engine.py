@@ -283,7 +283,7 @@ class Engine:
 
     def _advance_with_grad(self, start: int, stop: int) -> list[Any]:
         """Steps with their tapes, which are dropped at once; for steps that pick other kernels without grad."""
-        f = self.stepper.f
+        f = self.stepper.taping
         with torch.enable_grad():
             for k, x in enumerate(self.inputs.rows(start, stop, []), start):
                 self.root_state(k)
@@ -380,7 +380,7 @@ class Engine:
             since = now() if onto is None else onto.since
             starts = self.root_state(start) if onto is None else onto.starts
             watch = self.stepper.watching(self.leaves) if put and not careful else None
-            walk, f, k, carry, last = self.walk, self.stepper.f, start, self.carry, self.length - 1
+            walk, f, k, carry, last = self.walk, self.stepper.taping, start, self.carry, self.length - 1
             mark = now()
             for x in self.inputs.rows(start, stop, xs):
                 ends = walk.ends(self, k, carry, xs) if walk.due(k, last) and not careful else None

@@ -26,6 +26,7 @@ from lowtide.torch.compiling import use_compiled
 from lowtide.torch.engine import Engine
 from lowtide.torch.hidden import Hidden
 from lowtide.torch.inputs import Inputs
+from lowtide.torch.lean_step import LeanStep
 from lowtide.torch.loop import Loop
 from lowtide.torch.outputs import Outputs
 from lowtide.torch.probe import Costs, probe
@@ -99,6 +100,7 @@ def checkpointed_scan(
     captures: Iterable[torch.Tensor] = (),
     hidden: Iterable[str] = (),
     advance_with_grad: bool = False,
+    lean: bool = False,
 ) -> tuple[Any, Any]:
     """`scan` in bounded memory: the same results and, to the last bit, the same gradients.
 
@@ -127,11 +129,12 @@ def checkpointed_scan(
         hidden: names of module attributes to carry though the first steps do not change them.
         advance_with_grad: run steps with grad even where no tape is kept, for steps that pick other kernels without
             it; a first step that differentiates something or registers a hook turns this on by itself.
+        lean: keep a smaller tape of each step: what is cheap to make again from the rest is not kept. See `lean`.
     """
     whole_number(unroll, "unroll", least=1)
     knob = Knobs(base, checkpoints, budget, plan)
     loop = Loop(f, True, init, Inputs(xs, length, reverse), reduce)
-    extras = _Extras(check_rerun, compile, tuple(generators), tuple(contexts), tuple(captures), tuple(hidden))
+    extras = _Extras(check_rerun, compile, tuple(generators), tuple(contexts), tuple(captures), tuple(hidden), lean)
     return _checkpointed(loop, knob, extras, pbar, advance_with_grad)
 
 
@@ -154,6 +157,7 @@ def checkpointed_for_loop(
     captures: Iterable[torch.Tensor] = (),
     hidden: Iterable[str] = (),
     advance_with_grad: bool = False,
+    lean: bool = False,
 ) -> Any:
     """`for_loop` in bounded memory; `f(*x)` may be a stateful module as it is.
 
@@ -161,7 +165,7 @@ def checkpointed_for_loop(
     """
     whole_number(unroll, "unroll", least=1)
     knob = Knobs(base, checkpoints, budget, plan)
-    extras = _Extras(check_rerun, compile, tuple(generators), tuple(contexts), tuple(captures), tuple(hidden))
+    extras = _Extras(check_rerun, compile, tuple(generators), tuple(contexts), tuple(captures), tuple(hidden), lean)
     return _checkpointed(_without_carry(f, xs, length, reverse, reduce), knob, extras, pbar, advance_with_grad)[1]
 
 
@@ -177,10 +181,11 @@ def plan_scan(
     reverse: bool = False,
     reduce: Reduce = None,
     hidden: Iterable[str] = (),
+    lean: bool = False,
 ) -> Plan:
     """The plan that `checkpointed_scan` would follow. Runs the first steps to measure them and leaves no trace."""
     knob = Knobs(base, checkpoints, budget, None)
-    return _planned(Loop(f, True, init, Inputs(xs, length, reverse), reduce), knob, tuple(hidden))
+    return _planned(Loop(f, True, init, Inputs(xs, length, reverse), reduce), knob, tuple(hidden), lean)
 
 
 def plan_for_loop(
@@ -193,10 +198,11 @@ def plan_for_loop(
     reverse: bool = False,
     reduce: Reduce = None,
     hidden: Iterable[str] = (),
+    lean: bool = False,
 ) -> Plan:
     """The plan that `checkpointed_for_loop` would follow. Runs the first steps to measure them and leaves no trace."""
     knob = Knobs(base, checkpoints, budget, None)
-    return _planned(_without_carry(f, xs, length, reverse, reduce), knob, tuple(hidden))
+    return _planned(_without_carry(f, xs, length, reverse, reduce), knob, tuple(hidden), lean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +213,14 @@ class _Extras:
     contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
     captures: tuple[torch.Tensor, ...] = ()
     hidden: tuple[str, ...] = ()
+    lean: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compile and self.lean:
+            raise InputError(
+                "compile=True and lean=True are two ways to keep less: a compiled step decides itself what it keeps; "
+                "give one of them"
+            )
 
 
 def _without_carry(
@@ -261,8 +275,11 @@ def _nothing(loop: Loop, stepper: Stepper, outputs: Outputs) -> Any:
 
 def _engine(loop: Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) -> Engine:
     hidden = Hidden((loop.target, *(loop.fold or ())), extras.hidden)
+    stepper = Stepper(loop.step(loop.target), loop.begin())
+    if extras.lean:
+        stepper.lean = LeanStep(stepper.f, hidden, loop.target)
     return Engine(
-        Stepper(loop.step(loop.target), loop.begin()),
+        stepper,
         loop.inputs,
         loop.outputs(),
         hidden,
@@ -322,8 +339,8 @@ def _compile(engine: Engine, loop: Loop, knob: Knobs, extras: _Extras) -> Plan:
     return plan
 
 
-def _planned(loop: Loop, knob: Knobs, hidden: tuple[str, ...]) -> Plan:
-    extras = _Extras(hidden=hidden)
+def _planned(loop: Loop, knob: Knobs, hidden: tuple[str, ...], lean: bool) -> Plan:
+    extras = _Extras(hidden=hidden, lean=lean)
     if loop.inputs.length == 0:
         raise InputError("a loop of no steps needs no plan")
     engine = _engine(loop, extras, None, advance_with_grad=False)

@@ -1,8 +1,8 @@
 """A plan as nested checkpoint calls, on the graph that autograd makes anyway.
 
 A plan in which every snapshot and tape stays until its own backward is a nest: the steps that it advances over are a
-checkpointed part, and what it does after restoring that part's start is what is inside. Steps that it tapes are called
-as they are.
+checkpointed part, and what it does after restoring that part's start is what is inside. Steps that it tapes whole are
+called as they are; those that it tapes in a smaller form are left to a function that knows how.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
@@ -24,18 +24,22 @@ from lowtide.torch import recording
 from lowtide.torch.checkpoint import checkpoint
 
 Layer = Callable[[Any], Any]
+# Calls the layers of step number so and so in this form of its menu, 1 or more, from a state.
+Lean = Callable[[tuple[Layer, ...], int, int, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Steps [start, stop): called as they are, or checkpointed, with parts of their own inside.
+    """Steps [start, stop): called, or checkpointed, with parts of their own inside.
 
-    `depth` is how many checkpoint calls are inside one another.
+    `option` is the entry of their menus that steps which are called are taped in: 0 for as they are. `depth` is how
+    many checkpoint calls are inside one another.
     """
 
     start: int
     stop: int
     inside: tuple[Part, ...] = ()
+    option: int = 0
     depth: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,24 +51,25 @@ def nest_of(plan: Plan) -> tuple[Part, ...]:
     """The plan's nest.
 
     Raises:
-        InputError: it drops something early and makes it again later, or uses a disk or smaller tapes.
+        InputError: it drops something early and makes it again later, or uses a disk.
         PlanError: it is not legal.
     """
     whole = (0, len(plan.chain))
-    # For the whole and for each part that is advanced over: what is called and what is advanced over inside.
-    sweeps: dict[tuple[int, int], list[tuple[int, int]]] = {whole: []}
+    # For the whole and for each part that is advanced over: what is called and what is advanced over inside, and the
+    # form in which what is called is taped.
+    sweeps: dict[tuple[int, int], list[tuple[int, int, int]]] = {whole: []}
     sweep, front = sweeps[whole], len(plan.chain)
     advanced: set[tuple[int, int]] = set()
     stored: set[int] = set()
     for action in judged(plan):
         match action:
             case Advance(start, stop):
-                if sweep and sweep[-1] in advanced and start not in stored:  # it goes on from where it was
+                if sweep and sweep[-1][:2] in advanced and start not in stored:  # it goes on from where it was
                     start = sweep.pop()[0]
-                sweep.append((start, stop))
+                sweep.append((start, stop, 0))
                 advanced.add((start, stop))
-            case Tape(start, stop, 0):
-                sweep.append((start, stop))
+            case Tape(start, stop, option):
+                sweep.append((start, stop, option))
             case Backward(start):
                 front = start
             case Restore(start) if (start, front) in advanced:
@@ -81,7 +86,9 @@ def nest_of(plan: Plan) -> tuple[Part, ...]:
     # Inner parts come later: they are put together first.
     parts: dict[tuple[int, int], tuple[Part, ...]] = {}
     for bounds in reversed(sweeps):
-        parts[bounds] = tuple(Part(*part, parts.get(part, ())) for part in sweeps[bounds])
+        parts[bounds] = tuple(
+            Part(start, stop, parts.get((start, stop), ()), option) for start, stop, option in sweeps[bounds]
+        )
     return parts[whole]
 
 
@@ -111,12 +118,27 @@ def starts(parts: tuple[Part, ...]) -> set[int]:
     return firsts.union(*(starts(part.inside) for part in parts))
 
 
+def _whole_tapes_only(_: tuple[Layer, ...], step: int, option: int, __: Any) -> NoReturn:
+    raise InputError(
+        f"the plan tapes step {step:,} in a smaller form (entry {option} of its menu), and these layers have none; "
+        "plan again with plan_sequential"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs the steps of one call. `options` are for `checkpoint`."""
+    """Runs the steps of one call.
+
+    Attributes:
+        steps: the layers of each.
+        options: for `checkpoint`.
+        lean: calls a step that is taped in a smaller form. Where a checkpoint call is around it, it is called in every
+            run of that, so that all of them save the same row of tensors.
+    """
 
     steps: tuple[tuple[Layer, ...], ...]
     options: dict[str, Any]
+    lean: Lean = _whole_tapes_only
 
     def run(self, parts: tuple[Part, ...], x: Any, *, taping: bool = True, first: bool = True) -> Any:
         """Run the parts one after the other.
@@ -124,18 +146,21 @@ class Runner:
         Args:
             parts: a nest, or the inside of a part.
             x: the state that it starts from.
-            taping: whether the tapes of steps that are called as they are will be kept.
+            taping: whether the tapes of steps that are called will be kept.
             first: whether gradients will flow through this very run, rather than one before it.
         """
         for part in parts:
             if part.inside:
                 x = self._checkpointed(part, x, first)
                 continue
-            for layers in self.steps[part.start : part.stop]:
+            for k in range(part.start, part.stop):
                 if recording._open:
                     recording.count(plain=not taping, taping=taping)
-                for layer in layers:
-                    x = layer(x)
+                if part.option:
+                    x = self.lean(self.steps[k], k, part.option, x)
+                else:
+                    for layer in self.steps[k]:
+                        x = layer(x)
                 if first and recording._open:
                     _count_backward(x)
         return x

@@ -22,11 +22,14 @@ from lowtide.plan import Plan
 from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.revolve import slots_within
 from lowtide.sizes import parse_budget
+from lowtide.torch import recording
 from lowtide.torch.ambient import mark_bytes
 from lowtide.torch.bits import checksum_bytes
 from lowtide.torch.capture import Watch, edge_of, now
 from lowtide.torch.engine import Engine
+from lowtide.torch.lean_step import LeanStep
 from lowtide.torch.measure import Memory, storage_bytes, watching
+from lowtide.torch.outputs import like_of
 from lowtide.torch.pieces import Piece, Snapshot, edges_of, has_gradient
 from lowtide.torch.walk import edge_set
 
@@ -62,11 +65,13 @@ class Costs:
 class _Meter:
     """Bytes and seconds of the step that is being probed."""
 
-    def __init__(self) -> None:
+    def __init__(self, lean: LeanStep | None) -> None:
         self.memory = Memory()
+        self._lean = lean
         self.packed: set[int] = set()
         self.forward = 0.0
         self.taped = 0
+        self._room = 0  # the most that a step has needed while it ran, and no longer afterwards
         self.before = self.after = 0
         self.old: set[int] = set()
 
@@ -82,12 +87,22 @@ class _Meter:
         self.old = self.memory.alive()
         worst, self.memory.peak = self.memory.peak, self.memory.now
         began = perf_counter()
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack),
+            self._lean.watched(self.packed) if self._lean else nullcontext(),
+        ):
             yield
         self.forward = perf_counter() - began
         self.after = self.memory.now
         self.taped = self.memory.peak - self.before
+        self._room = max(self._room, self.memory.peak - self.after)
         self.memory.peak = max(self.memory.peak, worst)
+
+    def leave_room(self, leaves: list[torch.Tensor]) -> None:
+        """Let the last step have needed as much as any that made such leaves, if others may be traced yet."""
+        if self._lean is not None and self._lean.varies:
+            room = self._lean.room(tuple(like_of(leaf) for leaf in leaves), self._room)
+            self.taped = self.after - self.before + room
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.packed.add(tensor.untyped_storage()._cdata)
@@ -131,7 +146,7 @@ def probe(
         goes_on: whether there is a step k; by default, if it is one of the loop's length.
     """
     goes_on = goes_on or (lambda k: k < engine.length)
-    meter = _Meter() if costs else None
+    meter = _Meter(engine.stepper.lean) if costs else None
     with engine.ambient.uncached():
         with meter.seeing() if meter else nullcontext():
             piece = _first(engine, captures, meter)
@@ -150,11 +165,15 @@ def probe(
             piece = None
             with meter.seeing() if meter else nullcontext():
                 snapshot = Snapshot(engine.leaves, engine.hidden.read(copy=True), engine.random.mark())
-                before = snapshot.all_leaves()
+                before = engine.state()  # not the snapshot's: that has copies, which no tape holds
                 piece, settled = _next(engine, k, snapshot, meter)
             engine.put(k, engine.last_output)
             k += 1
         measured = None
+        if engine.stepper.lean is not None and (meter is not None or keep):
+            piece = None
+            with meter.seeing() if meter else nullcontext():
+                piece, before = _rehearse(engine, meter, keep=keep)
         if meter is not None:
             measured = _costs(engine, meter, piece, before, pulls=pulls, keep=keep, times=times)
             if pulls and not keep:  # that pull has used up the last step's tape
@@ -171,7 +190,7 @@ def _first(engine: Engine, captures: tuple[torch.Tensor, ...], meter: _Meter | N
     """Step 0: find captured tensors, hidden state and generators. Its tape, if it can serve as one."""
     engine.first_flags = [has_gradient(leaf) for leaf in engine.stepper.init]
     watch, since = Watch(), now()
-    with engine.hidden.meeting_modules(), meter.on() if meter else nullcontext(), watch:
+    with engine.hidden.meeting_modules(), meter.on() if meter else nullcontext(), watch, engine.stepper.without_lean():
         piece = engine.tape(0, 1, put=False)
     hidden = engine.hidden
     hidden.probe([engine.begin.hidden])
@@ -220,6 +239,29 @@ def _next(engine: Engine, k: int, snapshot: Snapshot, meter: _Meter | None) -> t
     return piece, engine.profile.state == before
 
 
+def _rehearse(engine: Engine, meter: _Meter | None, *, keep: bool) -> tuple[Piece | None, list[Any]]:
+    """The same steps once more, with lean tapes, now that it is known what a step depends on.
+
+    In doing so the first ones are traced, and by now the last one has been: what is measured of it is what later ones
+    take too. Gives the last one's tape and the state that it began with.
+    """
+    piece, before, count = None, engine.begin.all_leaves(), len(engine.ahead)
+    engine.ahead[:] = [(snapshot, None) for snapshot, _ in engine.ahead]
+    engine.last_output = []
+    engine.restart()
+    with recording.recomputing():
+        for k in range(count):
+            if k:
+                engine.detach_state()
+            piece, before = None, engine.state()
+            with meter.on() if meter else nullcontext():
+                piece = engine.tape(k, k + 1, put=False)
+            if keep or k == count - 1:
+                engine.ahead[k] = (engine.ahead[k][0], piece)
+    recording.count(probe=count)
+    return piece, before
+
+
 def _learn(engine: Engine, piece: Piece) -> None:
     """Add what this step shows to the profile of all steps."""
     profile = engine.profile
@@ -247,6 +289,7 @@ def _costs(
     new = [leaf for leaf in after if isinstance(leaf, torch.Tensor)]
     state = storage_bytes(new) + mark_bytes(engine.random.mark(), engine.random.start)
     outputs = [leaf for leaf in engine.last_output if isinstance(leaf, torch.Tensor)]
+    meter.leave_room([*new, *outputs])
     passing = storage_bytes([t for t in (*new, *outputs) if meter.made(t) and not meter.keeps(t)])
     kept_after = storage_bytes([t for t in new if meter.made(t) and meter.keeps(t)])
     # Of the state, the tape holds what came in or what goes out; along a stretch that is the same tensor.
@@ -280,7 +323,7 @@ def _costs(
         )
         return StepCost(max(state, 1), tape, *seconds, cotangent=cotangent, working=working)
 
-    ways = Ways(cost(several=True), cost(several=False), meter.memory.peak)
+    ways = Ways(cost(several=True), cost(several=False), meter.memory.peak + start)
     captured = storage_bytes(engine.captured.targets)
     chain = Chain((ways.several,), engine.length, parameters=captured, gradients=captured, ways=ways)
     return Costs(chain, ways)

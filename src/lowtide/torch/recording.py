@@ -29,6 +29,7 @@ class Recording:
         self.taping_runs = 0
         self.backward_runs = 0
         self.probe_runs = 0
+        self.kept_whole = 0
         self._began = perf_counter()
         self._memory: measure.Memory | None = None
         self._ended: Receipt | None = None
@@ -70,6 +71,7 @@ class Recording:
             taping_runs=self.taping_runs,
             backward_runs=self.backward_runs,
             probe_runs=self.probe_runs,
+            kept_whole=self.kept_whole,
             peak_memory=self.peak_memory,
             seconds=self.seconds,
             held=self.held,
@@ -118,13 +120,14 @@ def record(*, memory: bool = True) -> Iterator[Recording]:
         recording._end()
 
 
-def count(*, plain: int = 0, taping: int = 0, backward: int = 0, probe: int = 0) -> None:
+def count(*, plain: int = 0, taping: int = 0, backward: int = 0, probe: int = 0, kept_whole: int = 0) -> None:
     """Write runs into every receipt that is open."""
     for recording in _open:
         recording.plain_runs += plain
         recording.taping_runs += taping
         recording.backward_runs += backward
         recording.probe_runs += probe
+        recording.kept_whole += kept_whole
 
 
 def leave_out(tensors: Iterable[Any], *, from_now: bool = False) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lowtide.errors import InputError
+from lowtide.torch.lean_step import LeanStep
 from lowtide.torch.outputs import described, like_of
 from lowtide.torch.trees import FormError, form_of
 
@@ -19,11 +21,26 @@ class Stepper:
 
     def __init__(self, f: StepFunction, init: Any) -> None:
         self.f = f
+        self.lean: LeanStep | None = None  # the same with a lean tape
         self.form = form_of(init)
         self.init: list[Any] = self.form.flatten(init)
         self.names = self.form.names("carry")
         self._like = [like_of(leaf) for leaf in self.init]
         self._tensors = [k for k, like in enumerate(self._like) if like is not None]
+
+    @property
+    def taping(self) -> StepFunction:
+        """The step for where a tape is wanted."""
+        return self.f if self.lean is None else self.lean
+
+    @contextmanager
+    def without_lean(self) -> Iterator[None]:
+        """Inside, tapes are whole."""
+        lean, self.lean = self.lean, None
+        try:
+            yield
+        finally:
+            self.lean = lean
 
     def run(self, k: int, carry: Any, leaves: list[Any], x: Any) -> tuple[Any, list[Any], Any]:
         """Run step k from `carry`, whose leaves are `leaves`; gives the new carry, its leaves, and the output."""
@@ -79,7 +96,7 @@ class Stepper:
 
     def call(self, k: int, carry: Any, x: Any) -> tuple[Any, Any]:
         """The bare call: the pair that step k returned."""
-        result = self.f(carry, x)
+        result = (self.taping if torch.is_grad_enabled() else self.f)(carry, x)
         if type(result) is tuple and len(result) == 2:
             return result
         if not isinstance(result, tuple | list) or len(result) != 2:

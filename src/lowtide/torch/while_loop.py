@@ -19,6 +19,7 @@ from lowtide.torch.ambient import Ambient, Randomness
 from lowtide.torch.engine import Engine
 from lowtide.torch.hidden import Hidden
 from lowtide.torch.inputs import Inputs
+from lowtide.torch.lean_step import LeanStep
 from lowtide.torch.outputs import Outputs
 from lowtide.torch.probe import probe
 from lowtide.torch.stepping import Stepper
@@ -39,6 +40,7 @@ def checkpointed_while_loop(
     generators: Iterable[torch.Generator] = (),
     captures: Iterable[torch.Tensor] = (),
     hidden: Iterable[str] = (),
+    lean: bool = False,
 ) -> Any:
     """Run `carry = body(carry)` while `cond(carry)`; gives the last carry, differentiable in bounded memory.
 
@@ -53,6 +55,7 @@ def checkpointed_while_loop(
         generators: see there.
         captures: see there.
         hidden: see there.
+        lean: see there.
     """
     knobs = WhileKnobs.of(cond, body, checkpoints, budget, max_steps, _NO_END)
     slots, bytes_ = knobs.slots, knobs.budget
@@ -63,6 +66,8 @@ def checkpointed_while_loop(
     if not torch.is_grad_enabled() or recording.runs_plainly():
         return _plain(stepper, condition)
     found = Hidden((body,), hidden)
+    if lean:
+        stepper.lean = LeanStep(stepper.f, found, body)
     engine = Engine(
         stepper,
         Inputs(None, _NO_END, reverse=False),

@@ -1,0 +1,306 @@
+"""Which of the values that a backward needs are kept, and which are made again from those: a minimum cut.
+
+Operations read values and make values. The backward needs some of them. A value is available to it if it is kept, whole
+or in a smaller form, or if the operation that made it runs again; for that, all the operation's inputs must be
+available. For a price (bytes per second) the cheapest choice is a minimum cut of a network, and the cheapest choices
+for all prices are the lower convex hull of all choices in the plane of bytes and seconds.
+
+This module knows no framework and measures nothing. It does not look at memory while operations run again, and it
+finds no choice that lies above the hull: those are best for no price.
+
+It imports scipy, which the core does without: only front ends that need a cut import it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array  # type: ignore[import-untyped]
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
+
+from lowtide import checks
+from lowtide.errors import InputError
+
+MOST_POINTS = 64  # of a frontier; it takes fewer than twice as many cuts
+MOST_ALL = 2**56  # bytes of all values together
+NEVER = 2**62  # a capacity above that of all cuts worth a look, which are below 2**61
+# Costs of bytes and seconds together are rounded to so many parts of what keeping all that is needed costs. With 10,000
+# operations and values, each off by half a part at most, the cheapest choice is missed by less than 1e-9 of that.
+FINE = 2**44
+FLOW_BITS = 30  # of the capacities for scipy's maximum_flow: it adds two of them in 32 bits
+NEGLIGIBLE = 1e-9  # a point so little below the line through its neighbours, in shares of their distance, is on it
+LEAST_SECONDS = 1e-200  # fewer are none
+
+Floats = NDArray[np.float64]
+Longs = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What reads values and makes values.
+
+    Attributes:
+        inputs: numbers of the values it reads.
+        outputs: numbers of the values it makes.
+        seconds: of running it again; `math.inf`: never.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.seconds != math.inf:
+            checks.keep_seconds(self, "seconds", label="operation.seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What an operation makes, or what is given from outside.
+
+    Attributes:
+        bytes: of keeping it; 0 for what is there anyway, as parameters are.
+        needed: the backward asks for it.
+        small: a smaller form that gives the same bits: its bytes, and the seconds of packing and unpacking it.
+    """
+
+    bytes: int
+    needed: bool
+    small: tuple[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        checks.keep_whole(self, "bytes", least=0, label="value.bytes")
+        if self.small is not None:
+            size = checks.whole_number(self.small[0], "value.small bytes", least=0, most=checks.MOST_BYTES)
+            object.__setattr__(self, "small", (size, checks.seconds(self.small[1], "value.small seconds")))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One choice of what is kept and what runs again.
+
+    Attributes:
+        kept: values that are kept in whole: needed ones, and those that reruns read.
+        small: values that are kept in their smaller form.
+        rerun: operations that run again, in order.
+        bytes: of all that is kept.
+        seconds: of all that runs again, and of packing and unpacking.
+    """
+
+    kept: frozenset[int]
+    small: frozenset[int]
+    rerun: tuple[int, ...]
+    bytes: int
+    seconds: float
+
+
+def everything(operations: Sequence[Operation], values: Sequence[Value]) -> Cut:
+    """Keeps every needed value in whole and reruns nothing."""
+    return _Graph(operations, values).everything()
+
+
+def least_bytes(operations: Sequence[Operation], values: Sequence[Value]) -> Cut:
+    """The cut of fewest bytes; among those the one of fewest seconds, as far as a tiny price per second tells."""
+    return _Graph(operations, values).least()
+
+
+def frontier(operations: Sequence[Operation], values: Sequence[Value]) -> tuple[Cut, ...]:
+    """Cuts from `everything` to `least_bytes`, bytes strictly falling and seconds strictly rising.
+
+    They are the corners of the lower convex hull of all choices, and perhaps points on its edges. Where there are more
+    than `MOST_POINTS`, the largest gaps were filled first. If fewer bytes cost no seconds, the frontier begins there
+    and not with `everything`.
+    """
+    graph = _Graph(operations, values)
+    first, last = graph.free(), graph.least()
+    if first.bytes == last.bytes:
+        return (first,)
+    points = [first, last]
+    gaps = [_gap(first, last)]
+    while gaps and len(points) < MOST_POINTS:
+        _, _, left, right = heapq.heappop(gaps)
+        found = graph.at((left.bytes - right.bytes) / max(right.seconds - left.seconds, LEAST_SECONDS))
+        if _below(left, found, right):
+            points.append(found)
+            heapq.heappush(gaps, _gap(left, found))
+            heapq.heappush(gaps, _gap(found, right))
+    return tuple(sorted(points, key=lambda cut: -cut.bytes))
+
+
+def _gap(left: Cut, right: Cut) -> tuple[float, int, Cut, Cut]:
+    """Two neighbours, to be sorted by the area between them; no two gaps begin at the same bytes."""
+    return (right.bytes - left.bytes) * (right.seconds - left.seconds), left.bytes, left, right
+
+
+def _below(left: Cut, found: Cut, right: Cut) -> bool:
+    """Whether `found` lies between the two and below the line through them."""
+    if not (left.bytes > found.bytes > right.bytes and left.seconds < found.seconds < right.seconds):
+        return False
+    saved = (left.bytes - found.bytes) / (left.bytes - right.bytes)
+    paid = (found.seconds - left.seconds) / (right.seconds - left.seconds)
+    return saved - paid > NEGLIGIBLE
+
+
+class _Graph:
+    """The network of operations and values, built once; each price gives it other capacities.
+
+    S -> operation: the cost of running it again. Operation -> each of its outputs (S -> value, if it is given): the
+    cost of keeping that value, in the cheaper form. Input -> operation, and needed value -> T: infinite.
+
+    Why a minimum cut is the cheapest choice: read "on T's side" as "runs again" for an operation, and as "is available"
+    for a value. A finite cut has every needed value on T's side and, with an operation, all its inputs. A value on T's
+    side whose maker is on S's side (or that is given) pays for being kept, one whose maker runs again pays nothing; so
+    a finite cut is a valid choice that costs what the cut costs. Conversely, put the operations that a choice reruns,
+    their inputs and the needed values on T's side: no infinite arc is cut, and what is paid for are the reruns, and the
+    values among those whose maker does not run again, which that choice keeps too. So each choice costs at least
+    as much as some cut, and each finite cut as much as some choice: the minima are equal.
+
+    What must be on one side is one node with it: needed values with T, operations that never run again with S. Arcs
+    into S, out of T, and from S to T decide nothing and are left out.
+    """
+
+    def __init__(self, operations: Sequence[Operation], values: Sequence[Value]) -> None:
+        self.operations, self.values = operations, values
+        self.maker = _makers(operations, values)
+        forms = [value.small or (value.bytes, 0.0) for value in values]
+        self.needed: Flags = np.array([value.needed for value in values], np.bool_)
+        self.bytes: Longs = np.array([value.bytes for value in values], np.int64)
+        self.small_bytes: Longs = np.array([form[0] for form in forms], np.int64)
+        self.small_seconds: Floats = np.array([form[1] for form in forms], np.float64)
+        self.seconds: Floats = np.array([operation.seconds for operation in operations], np.float64)
+        self._connect()
+
+    def _connect(self) -> None:
+        source, sink, first_value = 0, 1, 2 + len(self.operations)
+        self.nodes = first_value + len(self.values)
+        node = [source if math.isinf(operation.seconds) else 2 + o for o, operation in enumerate(self.operations)]
+        place = [sink if value.needed else first_value + v for v, value in enumerate(self.values)]
+        tails = [source if o is None else node[o] for o in self.maker]
+        self.reruns = [o for o, at in enumerate(node) if at != source]
+        self.keeps = [v for v, (tail, at) in enumerate(zip(tails, place, strict=True)) if tail != source or at != sink]
+        rerun_arcs = [(source, node[o]) for o in self.reruns]
+        keep_arcs = [(tails[v], place[v]) for v in self.keeps]
+        read_arcs = [(place[v], node[o]) for o in self.reruns for v in self.operations[o].inputs if place[v] != sink]
+        arcs = np.array(rerun_arcs + keep_arcs + read_arcs, np.int64).reshape(-1, 2)
+        forward, backward = arcs @ (self.nodes, 1), arcs @ (1, self.nodes)
+        # Every arc with its reverse, once, in the order of a CSR matrix: then scipy's flow has the same order.
+        keys = np.unique(np.concatenate([forward, backward]))
+        rows, columns = np.divmod(keys, self.nodes)
+        self.rows, self.columns = rows.astype(np.int32), columns.astype(np.int32)
+        self.reverse: Longs = np.searchsorted(keys, columns * self.nodes + rows)
+        arc = np.searchsorted(keys, forward)
+        self.rerun_arcs, self.keep_arcs, self.read_arcs = np.split(arc, np.cumsum([len(rerun_arcs), len(keep_arcs)]))
+
+    def everything(self) -> Cut:
+        return self._choice(np.zeros(len(self.operations), np.bool_), np.zeros(len(self.values), np.bool_))
+
+    def free(self) -> Cut:
+        """Fewest bytes among the choices that cost no seconds."""
+        small = (self.small_bytes < self.bytes) & (self.small_seconds == 0)
+        reruns = np.where(self.seconds > 0, NEVER, 0)
+        return self._cheapest(reruns, np.where(small, self.small_bytes, self.bytes), small)
+
+    def least(self) -> Cut:
+        """Fewest bytes; all seconds together are worth less than the step from one sum of bytes to the next."""
+        small = self.small_bytes < self.bytes
+        paid = np.where(small, self.small_seconds, 0.0)
+        keeps = np.where(small, self.small_bytes, self.bytes)
+        keeps //= max(int(np.gcd.reduce(keeps)), 1)  # the fewer bits bytes take, the more are left for seconds
+        most = int(keeps[self.needed].sum()) + 1
+        bits = 60 - most.bit_length()
+        part = 2.0 ** (bits - 1) / max(float(paid.sum() + self.seconds[self.reruns].sum()), LEAST_SECONDS)
+        keeps = (np.minimum(keeps, most) << bits) + np.floor(paid * part).astype(np.int64)
+        reruns = np.minimum(self.seconds * part, NEVER).astype(np.int64)
+        return self._cheapest(reruns, keeps, small)
+
+    def at(self, price: float) -> Cut:
+        """Fewest bytes + price * seconds, to half a part in `FINE` for each operation and value."""
+        with np.errstate(over="ignore"):  # beyond all numbers is dear enough
+            in_small = self.small_bytes + price * self.small_seconds
+            keeps = np.minimum(self.bytes, in_small)
+            scale = FINE / max(float(keeps[self.needed].sum()), 1.0)
+            reruns, keeps = (
+                np.rint(np.minimum(costs * scale, NEVER)).astype(np.int64) for costs in (price * self.seconds, keeps)
+            )
+        return self._cheapest(reruns, keeps, in_small < self.bytes)
+
+    def _cheapest(self, reruns: Longs, keeps: Longs, small: Flags) -> Cut:
+        """The minimum cut for these costs of operations and values, as a choice."""
+        room = np.zeros(len(self.rows), np.int64)
+        room[self.read_arcs] = NEVER
+        room[self.rerun_arcs] = reruns[self.reruns]
+        np.add.at(room, self.keep_arcs, keeps[self.keeps])  # several outputs of one operation may be needed: one arc
+        side = self._sink_side(room, int(keeps[self.needed].sum()))
+        return self._choice(side[2 : 2 + len(self.operations)], small)
+
+    def _sink_side(self, room: Longs, bound: int) -> Flags:
+        """The nodes on T's side of a minimum cut, to the last of 62 bits; no flow is larger than `bound`.
+
+        scipy's flow takes 32 bits. So the capacities are shifted to the right until the bound has `FLOW_BITS`, a
+        maximum flow of those is taken out of the capacities, and what is left is solved again, finer. What is left can
+        flow through a minimum cut of the shifted capacities only, and there less than one unit through each arc.
+        """
+        shift = max(0, bound.bit_length() - FLOW_BITS)
+        while True:
+            capacities = np.minimum(room >> shift, 2**FLOW_BITS - 1).astype(np.int32)
+            flow = maximum_flow(self._matrix(capacities, slice(None)), 0, 1).flow.data
+            room -= flow.astype(np.int64) << shift
+            if shift == 0:
+                break
+            shift = max(0, (len(room) << shift).bit_length() - FLOW_BITS)
+        # Who reaches T by what is left goes to its side: of equal cuts the one with fewest reruns, none in vain.
+        left = np.flatnonzero(room[self.reverse])
+        reach = breadth_first_order(self._matrix(np.ones(len(left)), left), 1, return_predecessors=False)
+        side = np.zeros(self.nodes, np.bool_)
+        side[reach] = True
+        return side
+
+    def _matrix(self, data: NDArray[np.generic], arcs: Longs | slice) -> csr_array:
+        ends = np.zeros(self.nodes + 1, np.int32)
+        np.cumsum(np.bincount(self.rows[arcs], minlength=self.nodes), out=ends[1:])
+        return csr_array((data, self.columns[arcs], ends), shape=(self.nodes, self.nodes))
+
+    def _choice(self, rerun: Flags, small: Flags) -> Cut:
+        """The choice that reruns these operations and packs these values, if it keeps them; its bill is exact."""
+        again: list[int] = np.flatnonzero(rerun).tolist()
+        wanted = set(np.flatnonzero(self.needed).tolist()).union(*(self.operations[o].inputs for o in again))
+        stored = wanted.difference(*(self.operations[o].outputs for o in again))
+        packed = frozenset(v for v in stored if small[v])
+        kept = frozenset(stored - packed)
+        return Cut(
+            kept,
+            packed,
+            tuple(again),
+            sum(self.values[v].bytes for v in kept) + int(self.small_bytes[list(packed)].sum()),
+            math.fsum([*(self.operations[o].seconds for o in again), *(float(self.small_seconds[v]) for v in packed)]),
+        )
+
+
+def _makers(operations: Sequence[Operation], values: Sequence[Value]) -> list[int | None]:
+    """The operation that makes each value, None for those that are given; refuses what is no graph."""
+    checks.whole_number(sum(value.bytes for value in values), "the bytes of all values", least=0, most=MOST_ALL)
+    maker: list[int | None] = [None] * len(values)
+    for o, operation in enumerate(operations):
+        for v in (*operation.inputs, *operation.outputs):
+            if not 0 <= v < len(values):
+                raise InputError(f"operation {o:,} names value {v:,}; there are {len(values):,}, counted from 0")
+        for v in operation.outputs:
+            if maker[v] is not None:
+                raise InputError(
+                    f"operations {maker[v]:,} and {o:,} both make value {v:,}; give each a number of its own"
+                )
+            maker[v] = o
+    for o, operation in enumerate(operations):
+        for v in operation.inputs:
+            made = maker[v]
+            if made is not None and made >= o:
+                raise InputError(
+                    f"operation {o:,} reads value {v:,}, which operation {made:,} makes; list makers before readers"
+                )
+    return maker

@@ -1,0 +1,296 @@
+"""`lean(fn, *args)`: drop from a function's tape what is cheap to make again from the rest of it.
+
+The first call of a kind runs under a trace (`lean_trace.py`), from which a minimum cut decides what is kept
+(`lean_recipe.py`). Later ones have a pair of saved-tensor hooks and nothing else: the pack hook knows by its count what
+to drop, the unpack hook makes it again (`lean_tape.py`). Same kernels, same inputs: the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lowtide.checks import function as check_function
+from lowtide.errors import InputError
+from lowtide.sizes import parse_budget
+from lowtide.torch import recording
+from lowtide.torch.lean_recipe import Kitchen, LeanPoint
+from lowtide.torch.lean_tape import LeanTape
+from lowtide.torch.lean_trace import Trace, tracing
+from lowtide.torch.lean_watch import Sight
+
+Result = TypeVar("Result")
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_hooks_are_on = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # it has no stub
+_transformed = torch._C._functorch.peek_interpreter_stack
+_compiling = torch.compiler.is_compiling
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+_MOST_KINDS = 512  # of calls that are remembered
+_MOST_WAYS = 8  # in which one kind of call may go, depending on numbers
+
+
+def lean(function: Callable[..., Result], *args: Any, tape: int | str | None = None, **kwargs: Any) -> Result:
+    """Call `function(*args, **kwargs)` and keep a smaller tape: what is cheap to make again is not kept.
+
+    Results and gradients are those of the plain call to the last bit. The function itself is not run again: single
+    operations are, in the backward, from what is kept. A call that does not go as the traced one did keeps everything.
+
+    Args:
+        function: what to call: a module, a method or any other function.
+        args: its arguments.
+        tape: most bytes to keep: 67108864, "64MiB", or "50%" of the plain tape. The fastest way to do so is taken. None
+            drops everything that takes no matrix product, attention, convolution or random draw to make again.
+        kwargs: more arguments of the function.
+
+    Raises:
+        BudgetError: no smaller tape of that size can be had; it names the least that works.
+    """
+    if _compiling() or not torch.is_grad_enabled() or recording.runs_plainly() or _steps_aside():
+        return function(*args, **kwargs)
+    check_function(function, "function")
+    sight = Sight(function, args, kwargs)
+    if not sight.is_plain:
+        return function(*args, **kwargs)
+    result: Result = _kind_of(sight, function).call(function, args, kwargs, sight, tape)
+    return result
+
+
+def lean_frontier(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[LeanPoint, ...]:
+    """Every tape that `lean` can keep for such a call, from the largest and fastest to the smallest.
+
+    The function is called once, with a trace; its result is dropped.
+    """
+    check_function(function, "function")
+    with torch.enable_grad():
+        if _steps_aside():
+            raise InputError("lean_frontier cannot trace inside a transform, another lean call or a fake mode")
+        sight = Sight(function, args, kwargs)
+        return _kind_of(sight, function).traced(function, args, kwargs, sight).points()
+
+
+class Lean(nn.Module):
+    """A module whose tape is lean: the same parameters, the same `state_dict`, the same results.
+
+    Args:
+        module: what to call. It is shared, not copied.
+        tape: see `lean`.
+    """
+
+    def __init__(self, module: nn.Module, *, tape: int | str | None = None) -> None:
+        if not isinstance(module, nn.Module):
+            raise InputError(f"module is a {type(module).__name__}; give an nn.Module, or use lean for a function")
+        _check_tape(tape)
+        super().__init__()
+        object.__setattr__(self, "_module", module)
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            object.__setattr__(self, shared, getattr(module, shared))
+        self.training = module.training
+        self.tape = tape
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See `lean`."""
+        return lean(self._module, *args, tape=self.tape, **kwargs)
+
+    def train(self, mode: bool = True) -> Lean:
+        """See `nn.Module`."""
+        super().train(mode)
+        self._module.training = mode
+        return self
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._module._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._module._load_from_state_dict(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What the module has is the module's.
+        module = self.__dict__.get("_module")
+        if module is not None and name not in self.__dict__ and name in module.__dict__:
+            setattr(module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_module":  # a copy that is being made
+                raise
+            return getattr(self._module, name)
+
+    def extra_repr(self) -> str:
+        """What `repr` shows beside the submodules."""
+        return f"{type(self._module).__name__}, tape={self.tape!r}"
+
+
+def _check_tape(tape: int | str | None) -> None:
+    if tape is not None:
+        parse_budget(tape, 2**40)
+
+
+def _steps_aside() -> bool:
+    """In a transform, with fake tensors, where hooks are not allowed, or in another lean call, which covers it."""
+    if _transformed() is not None or torch._C._get_dispatch_mode(_FAKE) is not None or not _hooks_are_on():
+        return True
+    top = _top_hooks(False)
+    return top is not None and isinstance(getattr(top[1], "__self__", None), LeanTape)
+
+
+class _Way:
+    """One way in which calls of a kind go: for these numbers, but for those that make no difference."""
+
+    def __init__(self, numbers: list[Any], kitchen: Kitchen) -> None:
+        self._numbers = numbers
+        self._free: set[int] = set()  # places of numbers that may be any
+        self.kitchen = kitchen
+        self.is_doubted = False
+
+    def doubt(self) -> None:
+        """Something else came out: look again before it is used."""
+        self.is_doubted = True
+
+    def is_for(self, numbers: list[Any]) -> bool:
+        """Whether calls with these numbers go so."""
+        if self.is_doubted:
+            return False
+        if numbers == self._numbers:
+            return True
+        if not self._free or len(numbers) != len(self._numbers):
+            return False
+        pairs = enumerate(zip(numbers, self._numbers, strict=True))
+        return all(now == then or place in self._free for place, (now, then) in pairs)
+
+    def takes_in(self, numbers: list[Any], kitchen: Kitchen) -> bool:
+        """Whether a call with other numbers did the same operations; those that differ are not run again any more."""
+        merged = self.kitchen.merged(kitchen)
+        if merged is None or len(numbers) != len(self._numbers):
+            return False
+        pairs = enumerate(zip(numbers, self._numbers, strict=True))
+        self._free |= {place for place, (now, then) in pairs if now != then}
+        self.kitchen = merged
+        self.is_doubted = False
+        return True
+
+
+class _Kind:
+    """All calls with one key."""
+
+    def __init__(self, anchors: list[Any], name: str) -> None:
+        self._anchors = [_reference(anchor) for anchor in anchors]
+        self._name = name
+        self._ways: list[_Way] = []
+        self._said = False
+
+    def is_there(self) -> bool:
+        """Whether all that the key knows by identity is alive; another object may have that identity."""
+        return all(anchor() is not None for anchor in self._anchors)
+
+    def _way(self, numbers: list[Any]) -> _Way | None:
+        return next((way for way in self._ways if way.is_for(numbers)), None)
+
+    def call(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sight: Sight, tape: int | str | None
+    ) -> Any:
+        """Call the function with a lean tape."""
+        way = self._way(sight.numbers)
+        if way is None:
+            if len(self._ways) >= _MOST_WAYS:
+                self._say("goes another way for each of many numbers that it is given or keeps")
+                return function(*args, **kwargs)
+            _check_tape(tape)
+            result, way, lean_tape = self._trace(function, args, kwargs, sight)
+            lean_tape.close_traced(way.kitchen.recipe(tape), sight.tensors)
+            return result
+        lean_tape = LeanTape(self._name, _top_hooks(False), way.doubt)
+        _push_hooks(lean_tape.packing(way.kitchen.recipe(tape), sight.tensors), lean_tape.unpack)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _pop_hooks()
+        lean_tape.close()
+        if lean_tape.is_outdated:
+            self._ways.remove(way)
+        elif not lean_tape.fits:
+            self._say("did not save what it saved when it was traced")
+        return result
+
+    def traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sight: Sight) -> Kitchen:
+        """The trace of such a call; it is made if there is none."""
+        way = self._way(sight.numbers)
+        return (way or self._trace(function, args, kwargs, sight)[1]).kitchen
+
+    def _trace(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sight: Sight
+    ) -> tuple[Any, _Way, LeanTape]:
+        trace, found = Trace(), list[_Way]()
+        lean_tape = LeanTape(self._name, _top_hooks(False), lambda: found[0].doubt())
+
+        def pack(tensor: torch.Tensor) -> Any:
+            trace.pack(tensor)
+            return lean_tape.pack_everything(tensor)
+
+        _push_hooks(pack, lean_tape.unpack)
+        try:
+            with tracing(trace):
+                result = function(*args, **kwargs)
+        finally:
+            _pop_hooks()
+        kitchen = Kitchen(trace, trace.given(sight.tensors), sight.arguments, lean_tape.held)
+        way = next((way for way in self._ways if way.takes_in(sight.numbers, kitchen)), None)
+        if way is None:
+            way = _Way(sight.numbers, kitchen)
+            self._ways.append(way)
+        found.append(way)
+        return result, way, lean_tape
+
+    def _say(self, what: str) -> None:
+        recording.count(kept_whole=1)
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"{self._name} {what}: such calls keep their whole tape. Results and gradients are right; "
+                "receipts count these calls as kept_whole",
+                stacklevel=4,
+            )
+
+
+def _reference(anchor: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(anchor)
+    except TypeError:  # it cannot have one: it stays
+        return lambda: anchor
+
+
+_lock = threading.Lock()
+_kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+
+
+def _kind_of(sight: Sight, function: Any) -> _Kind:
+    kind = _kinds.get(sight.key)
+    if kind is None or not kind.is_there():
+        kind = _Kind(sight.anchors, _name_of(function))
+        with _lock:
+            for key in [key for key, other in _kinds.items() if not other.is_there()]:
+                del _kinds[key]
+            _kinds[sight.key] = kind
+            while len(_kinds) > _MOST_KINDS:
+                _kinds.popitem(last=False)
+    return kind
+
+
+def _name_of(function: Any) -> str:
+    if isinstance(function, nn.Module):
+        return type(function).__name__
+    return getattr(function, "__qualname__", type(function).__name__)

@@ -1,0 +1,62 @@
+"""Masks and spikes as bits: a tensor of two different numbers, one of them 0, in an eighth of a byte for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """How a tensor is in bits, in the order of its storage: their number, its dtype, and what of it is not 0."""
+
+    count: int
+    dtype: torch.dtype
+    number: float
+
+    def tensor(self, bits: torch.Tensor) -> torch.Tensor:
+        """The tensor again, flat, from what `bits` were."""
+        if bits.device.type == "cpu":
+            ones = torch.from_numpy(np.unpackbits(bits.numpy(), count=self.count, bitorder="little"))
+        else:  # pragma: no cover  (needs a GPU)
+            weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=bits.device)
+            ones = (bits[:, None] & weights).ne(0).view(-1)[: self.count]
+        if self.dtype is torch.bool:
+            return ones.to(torch.bool)
+        return ones.to(self.dtype).mul_(self.number)
+
+
+def size_in_bits(count: int) -> int:
+    """Bytes of so many bits."""
+    return -(-count // 8)
+
+
+def bits_of(tensor: torch.Tensor) -> tuple[Bits, torch.Tensor] | None:
+    """How the tensor is in bits, and they; None if it has other numbers than 0 and one above, or gaps."""
+    tensor, count = tensor.detach(), tensor.numel()
+    if not count or count * tensor.element_size() != tensor.untyped_storage().nbytes():
+        return None
+    flat = tensor.as_strided((count,), (1,), 0)
+    if tensor.dtype is torch.bool:
+        return Bits(count, tensor.dtype, 1.0), _packed(flat)
+    if not tensor.dtype.is_floating_point:
+        return None
+    number = float(flat.amax())
+    ones = flat == number if number > 0 else flat != 0
+    if int(ones.count_nonzero()) != int(flat.count_nonzero()) or (number <= 0 and bool(ones.any())):
+        return None
+    return Bits(count, tensor.dtype, number), _packed(ones)
+
+
+def _packed(ones: torch.Tensor) -> torch.Tensor:
+    if ones.device.type == "cpu":
+        # The clone is for `measure`, which does not see what numpy makes.
+        return torch.from_numpy(np.packbits(ones.numpy(), bitorder="little")).clone()
+    padded = torch.zeros(size_in_bits(len(ones)) * 8, dtype=torch.uint8, device=ones.device)  # pragma: no cover
+    padded[: len(ones)] = ones  # pragma: no cover  (needs a GPU)
+    weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=ones.device)  # pragma: no cover
+    return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)  # pragma: no cover

@@ -1,0 +1,364 @@
+"""The lean tape of one call: what its pack hook keeps, and what its unpack hook makes again.
+
+Every saved tensor is a `Slot`. One that is kept has it; one that is dropped has the slots that making it again starts
+from, so that autograd, which lets go of a slot when its operation has been pulled back, decides how long those stay.
+Tensors are held without their history: the graph holds on to its slots, and must not hold on to itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from lowtide.errors import CheckpointError
+from lowtide.torch.bits import same_bits
+from lowtide.torch.lean_bits import Bits, bits_of
+from lowtide.torch.lean_recipe import DROP, KEEP, Recipe, Replay
+from lowtide.torch.lean_trace import View
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_at_the_end = torch.autograd.Variable._execution_engine.queue_callback
+_below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+_without_autocast = torch._C._DisableAutocast
+_SAMPLE = 16  # how many numbers of a dropped tensor are kept
+
+
+class Slot:
+    """A saved tensor: `tensor`, or what the hooks around made of it (`outer`), or the `value` that it is made from.
+
+    `sources` are the slots of the values that making it again starts from, where they are not this slot itself. With
+    `bits`, the tensor is the value's bits.
+    """
+
+    __slots__ = ("bits", "index", "outer", "settled", "sources", "tensor", "value", "version")
+
+    def __init__(self, index: int, tensor: torch.Tensor) -> None:
+        self.index = index
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.version = tensor._version  # when it was saved
+        self.settled = self.version  # when the call was over
+        self.value: int | None = None
+        self.bits: Bits | None = None
+        self.outer: Any = None
+        self.sources: dict[int, Slot] | None = None
+
+
+class LeanTape:
+    """The tape of one call.
+
+    Args:
+        name: what messages call the function.
+        around: the hooks of whoever has this call inside a call of its own; they get what is kept.
+        doubt: is called if something comes out of a recipe that did not go in.
+
+    Attributes:
+        fits: whether the call has packed what its recipe says so far.
+        is_outdated: whether that is because a tensor of the modules has another form.
+    """
+
+    __slots__ = (
+        *("_around", "_counts", "_doubt", "_given", "_lock", "_name", "_recipe"),
+        *("_samples", "_shifts", "_slots", "_values", "fits", "is_outdated"),
+    )
+
+    def __init__(self, name: str, around: Hooks | None, doubt: Callable[[], None]) -> None:
+        self._name = name
+        self._around = around
+        self._doubt = doubt
+        self._slots: list[Slot] = []  # until the call is over
+        self._given: dict[int, Slot] = {}  # until then
+        self._samples: dict[int, torch.Tensor] = {}
+        self._recipe: Recipe | None = None
+        self._values: dict[int, torch.Tensor] = {}  # made again, and still to be used in this backward
+        self._shifts: dict[int, int] = {}  # how far such a value lies from where it was when it was traced
+        self._counts: dict[int, int] = {}  # how often each value will be used in this backward
+        self._lock = threading.RLock()  # a backward may ask from several threads
+        self.fits = True
+        self.is_outdated = False
+
+    # --- packing
+
+    def pack_everything(self, tensor: torch.Tensor) -> Slot:
+        """The pack hook of a call that is traced."""
+        slot = Slot(len(self._slots), tensor)
+        self._slots.append(slot)
+        return slot
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """Everything that was packed, as long as the call is not over."""
+        return [slot.tensor for slot in self._slots if slot.tensor is not None]
+
+    def packing(self, recipe: Recipe, given: list[Any]) -> Callable[[torch.Tensor], Slot]:
+        """The pack hook of a call that goes by a recipe."""
+        self._open(recipe, given)
+        shapes, dtypes, nodes, slots = recipe.shapes, recipe.dtypes, recipe.nodes, self._slots
+        count, settle = len(shapes), self._settle
+
+        def pack(tensor: torch.Tensor) -> Slot:
+            index = len(slots)
+            slot = Slot(index, tensor)
+            slots.append(slot)
+            if (
+                self.fits
+                and index < count
+                and tensor.shape == shapes[index]
+                and tensor.dtype is dtypes[index]
+                and (nodes[index] is None or type(tensor.grad_fn) is nodes[index])
+            ):
+                settle(slot, tensor)
+            else:
+                self.fits = False
+                if self._around is not None:
+                    self._hand_over(slot, tensor)
+            return slot
+
+        return pack
+
+    def close_traced(self, recipe: Recipe, given: list[Any]) -> None:
+        """The traced call is over: from now on it is as if it had gone by the recipe."""
+        self._open(recipe, given)
+        for slot in self._slots:
+            assert slot.tensor is not None
+            self._settle(slot, slot.tensor)
+        self.close()
+
+    def _open(self, recipe: Recipe, given: list[Any]) -> None:
+        self._recipe = recipe
+        for place, view in recipe.given.items():
+            tensor = given[place]
+            if tensor is None or tensor.shape != view.size or tensor.stride() != view.stride:
+                self.fits, self.is_outdated = False, True
+                return
+            self._given[place] = Slot(-1, tensor)
+
+    def _settle(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Do with a saved tensor what the recipe says."""
+        recipe, index = self._recipe, slot.index
+        assert recipe is not None
+        action = recipe.actions[index]
+        if action == KEEP:
+            if self._around is not None:
+                slot.value = recipe.origins.get(index)
+                if slot.value is not None and recipe.bases[slot.value] is None:
+                    tensor = _whole(tensor)  # others may give a copy back, of what they were given and no more
+                self._hand_over(slot, tensor)
+        elif action == DROP:
+            if index in recipe.sampled:
+                self._sample(recipe.value(index), tensor)
+        else:
+            self._put_into_bits(slot, tensor)
+        for dropped in recipe.release.get(index, ()):
+            self._drop(self._slots[dropped])
+
+    def _hand_over(self, slot: Slot, tensor: torch.Tensor) -> None:
+        assert self._around is not None
+        slot.outer, slot.tensor = self._around[0](tensor), None
+
+    def _sample(self, value: int, tensor: torch.Tensor) -> None:
+        self._samples[value] = _sample_of(tensor.detach()).clone()
+
+    def _put_into_bits(self, slot: Slot, tensor: torch.Tensor) -> None:
+        recipe = self._recipe
+        assert recipe is not None
+        slot.value = recipe.value(slot.index)
+        if slot.index not in recipe.origins:  # the first pack of the value has its bits
+            self._drop(slot)
+            return
+        self._sample(slot.value, tensor)
+        row = bits_of(tensor)
+        if row is not None:
+            slot.bits, kept = row
+        else:  # this time it has other numbers
+            kept = _whole(tensor)
+        slot.tensor, slot.settled = kept, kept._version
+        if self._around is not None:
+            self._hand_over(slot, kept)
+
+    def _drop(self, slot: Slot) -> None:
+        """Let go of a tensor; what it is made from is there."""
+        recipe = self._recipe
+        assert recipe is not None
+        slot.tensor, slot.value = None, recipe.value(slot.index)
+        slot.sources = {
+            number: self._given[source.given] if source.pack < 0 else self._slots[source.pack]
+            for number, source in recipe.sources[slot.index].items()
+        }
+
+    def close(self) -> None:
+        """The call is over."""
+        recipe, slots = self._recipe, self._slots
+        assert recipe is not None
+        self.fits = self.fits and len(slots) == len(recipe.shapes)
+        for slot in (*self._given.values(), *(slots[index] for index in recipe.origins if index < len(slots))):
+            if slot.tensor is not None:
+                slot.settled = slot.tensor._version
+        if self._around is not None:
+            for slot in self._given.values():
+                assert slot.tensor is not None
+                self._hand_over(slot, slot.tensor)
+        self._slots, self._given = [], {}
+
+    # --- unpacking
+
+    def unpack(self, slot: Slot) -> torch.Tensor:
+        """The tensor that autograd saved."""
+        if slot.value is not None:
+            return self._again(slot, slot.value)
+        if slot.tensor is None:
+            assert self._around is not None
+            return self._around[1](slot.outer)
+        if slot.tensor._version != slot.version:
+            self._was_changed(slot.tensor, slot.version)
+        return slot.tensor
+
+    def _again(self, slot: Slot, value: int) -> torch.Tensor:
+        recipe = self._recipe
+        assert recipe is not None
+        with self._lock:
+            in_backward = self._begin()
+            view = recipe.views[slot.index]
+            assert view is not None
+            tensor = view.of(self._made(value, slot), self._shifts.get(value, 0))
+            self._spend(value)
+            if not in_backward:
+                self._forget()
+        return tensor
+
+    def _begin(self) -> bool:
+        """Get ready for a backward; False if there is none, because a saved tensor is only looked at."""
+        if self._counts:
+            return True
+        recipe = self._recipe
+        assert recipe is not None
+        self._counts = dict(recipe.uses)
+        if self._around is not None:  # what they keep is asked for once
+            for value in recipe.origins.values():
+                self._counts[value] = self._counts.get(value, 0) + 1
+        try:
+            _at_the_end(self._forget)
+        except RuntimeError:
+            return False
+        return True
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._values.clear()
+            self._shifts.clear()
+            self._counts = {}
+
+    def _spend(self, value: int) -> None:
+        """A value was used; let go of it if that was the last time."""
+        left = self._counts[value] = self._counts.get(value, 0) - 1
+        if left <= 0:
+            self._values.pop(value, None)
+
+    def _made(self, value: int, slot: Slot) -> torch.Tensor:
+        """A tensor that has the value's storage."""
+        recipe, values = self._recipe, self._values
+        assert recipe is not None
+        waiting = [value]
+        while waiting:
+            wanted = waiting[-1]
+            replay = recipe.replays.get(wanted)
+            if wanted in values:
+                waiting.pop()
+            elif replay is None:
+                values[wanted] = self._found(wanted, slot)
+            elif missing := [number for number in replay.reads if number not in values]:
+                waiting += missing
+            else:
+                self._run(replay, wanted)
+        return values[value]
+
+    def _found(self, value: int, slot: Slot) -> torch.Tensor:
+        """A value that is kept."""
+        assert self._recipe is not None
+        source = slot if slot.sources is None else slot.sources[value]
+        base, tensor = self._recipe.bases[value], source.tensor
+        if tensor is None:
+            assert self._around is not None
+            tensor = self._around[1](source.outer)
+            if base is not None and tensor.stride() != base.stride:
+                tensor = _restrided(tensor, base)
+        elif tensor._version != source.settled:
+            self._was_changed(tensor, source.settled)
+        if source.bits is not None:
+            tensor = source.bits.tensor(tensor)
+            self._compare(value, tensor, "unpacking bits")
+        elif base is not None:
+            self._shifts[value] = int(tensor.storage_offset()) - base.offset
+        elif source.tensor is None:
+            self._shifts[value] = int(tensor.storage_offset())
+        return tensor
+
+    def _run(self, replay: Replay, wanted: int) -> None:
+        op, values, shifts = replay.op, self._values, self._shifts
+
+        def filled(argument: Any) -> Any:
+            if type(argument) is View:
+                return argument.of(values[argument.value], shifts.get(argument.value, 0))
+            if type(argument) is list or type(argument) is tuple:
+                return [filled(part) for part in argument]
+            return argument
+
+        try:
+            with _below_autograd(), _without_autocast():
+                result = op.func(*map(filled, op.args), **{name: filled(value) for name, value in op.kwargs.items()})
+        except torch.OutOfMemoryError as error:  # pragma: no cover  (needs a GPU)
+            error.add_note(f"while {op.name} of {self._name} ran again for the backward")
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{op.name}, an operation of {self._name}, was run again for the backward and failed: {error}"
+            ) from error
+        results = result if isinstance(result, tuple | list) else (result,)
+        for place, number in replay.makes:
+            if number == wanted or self._counts.get(number, 0) > 0:
+                values[number] = results[place]
+                self._compare(number, results[place], op.name)
+        for number in replay.reads:
+            self._spend(number)
+
+    def _compare(self, value: int, tensor: torch.Tensor, how: str) -> None:
+        """See that a few of the numbers are those of the forward."""
+        sample = self._samples.get(value)
+        if sample is not None and not torch.equal(sample, again := _sample_of(tensor)) and not same_bits(sample, again):
+            self._doubt()
+            raise CheckpointError(
+                f"{how}, for the backward of {self._name}, gave other numbers than the forward had "
+                f"({again.tolist()[:3]} instead of {sample.tolist()[:3]}): something changed since the function was "
+                "traced that neither its arguments nor its modules show. Pass it as an argument, or call the function "
+                "without lean"
+            )
+
+    def _was_changed(self, tensor: torch.Tensor, version: int) -> NoReturn:
+        raise CheckpointError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}, which the backward of {self._name} reads, is at "
+            f"version {tensor._version}; expected version {version} instead. Change it after the backward, or make a "
+            "new tensor"
+        )
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the tensor's storage, flat."""
+    tensor = tensor.detach()
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def _restrided(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    """A copy of the tensor with the view's strides."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
+    return tensor.new_empty(extent).as_strided(view.size, view.stride, 0).copy_(tensor)
+
+
+def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A few numbers of the tensor's storage."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    few = min(count, _SAMPLE)
+    return tensor.as_strided((few,), (count // few if few else 1,), 0)
