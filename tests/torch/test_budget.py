@@ -107,13 +107,20 @@ def _left_in_modules(step: Any) -> list[torch.Tensor]:
 def measured(
     name: str, width: int, batch: int, length: int, budget: int | str, *, x_grads: bool, lean: bool = False
 ) -> int:
-    """Most bytes held at once beyond inputs, outputs, parameters and gradients, in the forward and in the backward."""
+    """`peak_of` a model that is made for it."""
     torch.manual_seed(0)
-    step, init, leaves = MODELS[name](width, batch)
-    xs = torch.randn(length, batch, 6, requires_grad=x_grads)
-    wanted = [*leaves, *([xs] if x_grads else [])]
+    model = MODELS[name](width, batch)
+    return peak_of(model, torch.randn(length, batch, 6, requires_grad=x_grads), budget, lean=lean)
+
+
+def peak_of(
+    model: tuple[Any, Any, list[torch.Tensor]], xs: Any, budget: int | str, *, lean: bool = False, reduce: Any = None
+) -> int:
+    """Most bytes held at once beyond inputs, outputs, parameters and gradients, in the forward and in the backward."""
+    step, init, leaves = model
+    wanted = [*leaves, *([xs] if isinstance(xs, torch.Tensor) and xs.requires_grad else [])]
     with measure.peak() as memory:
-        carry, ys = lt.checkpointed_scan(step, init, xs, budget=budget, lean=lean)
+        carry, ys = lt.checkpointed_scan(step, init, xs, budget=budget, lean=lean, reduce=reduce)
         tensors = [t for t in torch.utils._pytree.tree_leaves((carry, ys)) if isinstance(t, torch.Tensor)]
         outputs = measure.storage_bytes([*tensors, *_left_in_modules(step)])
         forward, before = memory.peak - outputs, memory.now

@@ -203,7 +203,8 @@ class Spike(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        return grad / (1 + x.abs()) ** 2
+        result: torch.Tensor = grad / (1 + x.abs()) ** 2
+        return result
 
 
 class Product(torch.autograd.Function):
@@ -243,7 +244,8 @@ class Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        return grad * 2 + 0 * x
+        result: torch.Tensor = grad * 2 + 0 * x
+        return result
 
 
 class KeepsOwn(torch.autograd.Function):
@@ -386,14 +388,14 @@ Surroundings = Callable[[Callable[..., Any]], Callable[..., Any]]
 def _check(
     program: Program,
     tape: int | str | None = None,
-    given: Given = Given(),
+    given: Given | None = None,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     around: Surroundings = lambda call: call,
     inside: Surroundings = lambda call: call,
     may_differ: bool = False,
 ) -> None:
-    """`around`: what calls the lean function; `inside`: what the lean function calls; both are there plainly as well."""
-    function = program.function()
+    """`around`: what calls the lean function; `inside`: what it calls; both are there in the plain call as well."""
+    function, given = program.function(), given or Given()
     plain, lean = around(inside(function)), around(partial(lt.lean, inside(function), tape=tape))
     for number in range(CALLS):
         expected = _run(plain, given, number, context)
@@ -403,16 +405,18 @@ def _check(
                 found = _run(lean, given, number, context)
             except BudgetError as error:
                 assert tape is not None
-                assert str(error.least) in str(error).replace(",", "")
+                assert str(error.least) in str(error).replace(",", "")  # noqa: PT017  (any size may be too small)
                 lean = around(partial(lt.lean, inside(function), tape=max(error.least, 1)))
                 found = _run(lean, given, number, context)
         assert _agree(expected, found), (number, _told(expected), _told(found))
 
 
-def _with(examples: int) -> Any:
+def _with(examples: int) -> settings:
     """No time is spent on telling why an example fails."""
     phases = (Phase.explicit, Phase.generate, Phase.shrink)
-    return settings(max_examples=examples, deadline=None, derandomize=True, phases=phases, suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=examples, deadline=None, derandomize=True, phases=phases, suppress_health_check=list(HealthCheck)
+    )
 
 
 EVERYTHING = [*POINTWISE, *REDUCING, *PRODUCTS, *VIEWS, *IN_PLACE, *RANDOM, *ISLANDS, *CUSTOM]
@@ -492,6 +496,8 @@ def _copying() -> AbstractContextManager[Any]:
     return saved_tensors_hooks(lambda tensor: tensor.contiguous().clone(), lambda tensor: tensor)
 
 
+# torch's rrelu saves its slopes before it draws them: whoever looks at once, as torch's checkpoint does, sees none.
+OTHERS = [line for line in EVERYTHING if "rrelu" not in line]
 SURROUNDINGS: dict[str, dict[str, Any]] = {
     "in lt.checkpoint": {"around": _in_ours},
     "in torch's checkpoint": {"around": _in_torchs},
@@ -505,7 +511,7 @@ SURROUNDINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
 @_with(12)
-@given(program=programs(EVERYTHING, copies=True), tape=TAPES)
+@given(program=programs(OTHERS, copies=True), tape=TAPES)
 def test_inside_and_around_others(name: str, program: Program, tape: str | None) -> None:
     _check(program, tape, **SURROUNDINGS[name])
 
@@ -526,6 +532,6 @@ def test_many_longer_programs(program: Program, tape: str | None) -> None:
 
 @pytest.mark.slow
 @_with(1000)
-@given(program=programs(EVERYTHING, most=15, copies=True), tape=TAPES, name=st.sampled_from(sorted(SURROUNDINGS)))
+@given(program=programs(OTHERS, most=15, copies=True), tape=TAPES, name=st.sampled_from(sorted(SURROUNDINGS)))
 def test_many_programs_inside_and_around_others(program: Program, tape: str | None, name: str) -> None:
     _check(program, tape, **SURROUNDINGS[name])

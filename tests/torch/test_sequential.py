@@ -414,7 +414,7 @@ def test_plans_with_a_disk_or_smaller_tapes_are_refused() -> None:
     layers = residual(9)
     on_disk = choose(Chain.equal(STEP, 9), 12, disk=Disk(0.0, 0.0))
     lean = choose(Chain.equal(StepCost(2, 6, options=(TapeOption(2, 0.0),)), 9), 24)
-    for plan, why in ((on_disk, "is not one for layers"), (lean, "and these layers have none; plan again")):
+    for plan, why in ((on_disk, "is not one for layers"), (lean, "which layers do not have; plan again")):
         with pytest.raises(InputError, match=why):
             sequential(layers.layers, layers.x, plan=plan)
 

@@ -49,6 +49,7 @@ _set_grad = torch._C._set_grad_enabled
 _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 _CHECKS = ("default", "none")
+_HOOKS_INSIDE = "lowtide.torch.lean_tape"  # a module of hooks that pass on what they keep
 
 
 def checkpoint(
@@ -519,11 +520,12 @@ class _SeeingDraws(TorchDispatchMode):
 
 
 def _frames_above(frame: FrameType) -> set[int]:
-    """The functions that are running in a rerun, without the hook that asks; by identity, to keep none alive."""
+    """The functions that are running in a rerun, without the hooks that ask; by identity, to keep none alive."""
     frames: set[int] = set()
     above = frame.f_back
     while above is not None and above.f_code is not _Call._run_here.__code__:
-        frames.add(id(above))
+        if above.f_globals.get("__name__") != _HOOKS_INSIDE:
+            frames.add(id(above))
         above = above.f_back
     return frames
 

@@ -101,7 +101,7 @@ class Engine:
     def backward(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Play the rest; gives the gradients of the differentiable start, the inputs and what is captured, in a row."""
         actions, self._pending = self._pending, None
-        self._pullback = pullback = self.pullback(grads, self.inputs.differentiable)
+        self._pullback = pullback = self.pullback(grads, self.inputs.differentiable, self.length)
         aside = self.random.aside() if self._draws else nullcontext()
         with self.ambient.again(), self.hidden.aside(), aside, recording.recomputing():
             try:
@@ -133,9 +133,9 @@ class Engine:
             case Backward(start, _):
                 self._pull(start)
 
-    def pullback(self, grads: list[torch.Tensor | None], xs: list[torch.Tensor]) -> Pullback:
-        """A backward that begins with these cotangents of outputs and final state, for these inputs."""
-        return Pullback(self._loop, self.length, self._position_names, grads, xs)
+    def pullback(self, grads: list[torch.Tensor | None], xs: list[torch.Tensor], length: int) -> Pullback:
+        """A backward that begins with these cotangents of outputs and state after `length` steps, for these inputs."""
+        return Pullback(self._loop, length, self._position_names, grads, xs)
 
     def _pull(self, start: int) -> None:
         assert self._pullback is not None

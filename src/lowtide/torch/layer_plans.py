@@ -14,7 +14,7 @@ from lowtide.plan import Knob, Plan
 from lowtide.planners.choose import choose, least_budget
 from lowtide.sizes import parse_budget
 from lowtide.torch.layers import Row
-from lowtide.torch.nest import Part, copied_by, kept_by, nest_of, starts
+from lowtide.torch.nest import Part, copied_by, forms_passed, kept_by, nest_of, starts
 
 # How many checkpoint calls may be inside one another: Python's stack has room for more, but not for many more.
 _MOST_DEPTH = 100
@@ -64,6 +64,7 @@ class LayerPlans:
         steps = [self._chain[k] for k in range(len(self._chain))]
         for k, unheld in enumerate(self.row.unheld):
             if k not in begun:
+                # A smaller tape may hold the input although the whole one does not.
                 steps[k] = replace(steps[k], tape=max(steps[k].state, steps[k].tape - unheld))
         return self._chain.with_steps(steps)
 
@@ -89,14 +90,16 @@ class LayerPlans:
         """The same plan for a chain that has the bytes of its checkpoint calls."""
         nest = nest_of(plan)
         chain = self._with_tapes(starts(nest))
-        kept, copied = kept_by(nest, self.row.kept), copied_by(nest, self.row.copied)
-        if not (kept or any(copied)):
+        kept, copied, passed = kept_by(nest, self.row.kept), copied_by(nest, self.row.copied), forms_passed(nest)
+        if not (kept or passed or any(copied)):
             return Plan.make(chain, knob, plan.schedule)
         steps = []
-        for step, more in zip((chain[k] for k in range(len(chain))), copied, strict=True):
-            was = step.working
-            working = Working(was.advance + kept + more, was.tape + kept, was.backward + kept)
-            steps.append(replace(step, working=working))
+        for k, more in enumerate(copied):
+            step, was = chain[k], chain[k].working
+            advance = max([was.advance, *(self.row.passing[k][form - 1] for form in passed.get(k, ()))])
+            working = Working(advance + kept + more, was.tape + kept, was.backward + kept)
+            options = tuple(replace(option, backward=(option.backward or 0) + kept) for option in step.options)
+            steps.append(replace(step, working=working, options=options))
         return Plan.make(chain.with_steps(steps), knob, plan.schedule)
 
     def _least_that_works(self) -> int:

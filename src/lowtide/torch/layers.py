@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.chain import Chain, StepCost, Working
+from lowtide.chain import Chain, StepCost, TapeOption, Working
 from lowtide.torch import recording
 from lowtide.torch.capture import now
 from lowtide.torch.checkpoint import checkpoint
+from lowtide.torch.layer_forms import lean_points, name_of_form, run_lean
 from lowtide.torch.layer_groups import Groups
 from lowtide.torch.measure import storage_bytes, watching
 from lowtide.torch.notes import may_be_copied
@@ -40,7 +41,8 @@ class Row:
 
     - `kept`: bytes that a checkpoint call over it keeps beside its first state: copies of buffers that layers change;
     - `copied`: bytes of the state that a checkpoint call from it copies until it has run: the function may change them;
-    - `unheld`: bytes of the state that are counted in the tape, and are there only if a checkpoint call holds them.
+    - `unheld`: bytes of the state that are counted in the tape, and are there only if a checkpoint call holds them;
+    - `passing`: for each smaller tape, most bytes, the state among them, while the step runs so in a checkpoint call.
 
     `peak` is what measuring took.
     """
@@ -50,13 +52,20 @@ class Row:
     kept: tuple[int, ...]
     copied: tuple[int, ...]
     unheld: tuple[int, ...]
+    passing: tuple[tuple[int, ...], ...]
     peak: int
 
 
-def measure_layers(layers: list[Layer], x: Any) -> Row:
-    """Run every layer a few times, and leave everything as it was, also after an exception."""
+def measure_layers(layers: list[Layer], x: Any, *, forms: bool) -> Row:
+    """Run every layer a few times, and leave everything as it was, also after an exception.
+
+    Args:
+        layers: what to measure.
+        x: what the first one gets.
+        forms: measure smaller tapes too.
+    """
     with aside(layers):
-        return _Meter(layers, x).row(x)
+        return _Meter(layers, x, forms).row(x)
 
 
 def name_of(layers: list[Layer], start: int, stop: int) -> str:
@@ -72,8 +81,9 @@ def _kind(layer: Layer) -> str:
 class _Meter:
     """Measures one row."""
 
-    def __init__(self, layers: list[Layer], x: Any) -> None:
+    def __init__(self, layers: list[Layer], x: Any, forms: bool) -> None:
         self._layers = layers
+        self._forms = forms
         self._log = Log()
         self._groups = Groups(layers, x, self._log)
         # Storages that the plain run makes too: gradients and the result.
@@ -81,6 +91,8 @@ class _Meter:
         self._copies: set[int] = set()  # storages that stand for the caller's
         self._kept: list[int] = []
         self._copied: list[int] = []
+        self._given = 0  # bytes of what the last step gave
+        self._passing: list[tuple[int, ...]] = []
         self._seconds = Seconds()
 
     def row(self, x: Any) -> Row:
@@ -88,7 +100,7 @@ class _Meter:
         log, bounds = self._log, self._groups.bounds
         recording.count(probe=len(bounds))
         if not bounds:
-            return Row((), None, (), (), (), log.level(0, len(log.events))[1])
+            return Row((), None, (), (), (), (), log.level(0, len(log.events))[1])
         costs = self._taped(x, bounds)
         recording.count(probe=len(bounds))
         parameters = [p for layer in self._layers if isinstance(layer, nn.Module) for p in layer.parameters()]
@@ -99,7 +111,7 @@ class _Meter:
         )
         peak = log.level(0, len(log.events), self._plain)[1]
         unheld = tuple(self._groups.unheld(start) for start, _ in bounds)
-        return Row(bounds, chain, tuple(self._kept), tuple(self._copied), unheld, peak)
+        return Row(bounds, chain, tuple(self._kept), tuple(self._copied), unheld, tuple(self._passing), peak)
 
     def _taped(self, x: Any, bounds: tuple[tuple[int, int], ...]) -> list[StepCost]:
         log = self._log
@@ -122,7 +134,7 @@ class _Meter:
         first = costs[0].working
         tape = max(first.tape, lead_peak - costs[0].tape)
         costs[0] = replace(costs[0], working=replace(first, advance=max(first.advance, lead_peak), tape=tape))
-        return costs if first_state else [replace(cost, working=_a_byte_less(cost.working)) for cost in costs]
+        return costs if first_state else [_a_byte_less(cost) for cost in costs]
 
     def _measure(
         self, bound: tuple[int, int], state: Any, names: dict[int, int], base: int
@@ -132,6 +144,10 @@ class _Meter:
         self._copied.append(sum(tensor.nbytes for tensor in tensors_of(state) if may_be_copied(tensor)))
         with left_as_it_was(layers):
             cost = self._step(bound, state, names, base)
+        if self._forms:
+            cost = replace(cost, options=tuple(self._options(bound, state, names, base)))
+        else:
+            self._passing.append(())
         likeness = Likeness(layers, state, cost)
         if cost.forward < _SHORT and not self._seconds.knows(likeness):
             with left_as_it_was(layers):
@@ -153,18 +169,43 @@ class _Meter:
         self._kept.append(max(0, log.level(mark, len(log.events), made)[0]))
         return detached(result), after.names
 
-    def _step(self, bound: tuple[int, int], state: Any, names: dict[int, int], base: int) -> StepCost:
-        """Tape and pull back the layers of one step."""
-        log, layers, last = self._log, self._layers[slice(*bound)], bound[1] == len(self._layers)
+    def _options(self, bound: tuple[int, int], state: Any, names: dict[int, int], base: int) -> Iterator[TapeOption]:
+        """Smaller tapes for a step."""
+        layers = tuple(self._layers[slice(*bound)])
+        with left_as_it_was(list(layers)):
+            points = lean_points(layers, state)
+        recording.count(probe=2 * len(points) + bool(points))
+        self._passing.append(tuple(base + self._passed(layers, state, names, point.tape) for point in points))
+        for point in points:
+            with left_as_it_was(list(layers)):
+                cost = self._step(bound, state, names, base, point.tape)
+            # Taping needs room too, beside the cotangent of what the step gives.
+            beside = max(cost.working.backward, cost.working.tape + self._given)
+            yield TapeOption(cost.tape, point.seconds, name_of_form(point), beside)
+
+    def _passed(self, layers: tuple[Layer, ...], state: Any, names: dict[int, int], lean: int) -> int:
+        """Most bytes, the state among them, while layers run with a lean tape of which nothing is kept."""
+        log, mark = self._log, len(self._log.events)
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _never_asked)
+        with left_as_it_was(list(layers)), watching(log), hooks:
+            run_lean(layers, state, lean)
+        return Places(log, state, names).bytes() + log.level(mark, len(log.events))[1]
+
+    def _step(
+        self, bound: tuple[int, int], state: Any, names: dict[int, int], base: int, lean: int | None = None
+    ) -> StepCost:
+        """Tape and pull back the layers of one step; with `lean`, keeping a tape of so many bytes."""
+        log, layers, last = self._log, tuple(self._layers[slice(*bound)]), bound[1] == len(self._layers)
         before = Places(log, state, names)
         held = max(1, before.bytes())  # a chain has at least a byte of state
         packed: set[int] = set()
         mark, since, began = len(log.events), now(), perf_counter()
         with watching(log), self._packing(packed):
-            result = through(layers, state)
+            result = through(layers, state) if lean is None else run_lean(layers, state, lean)
         forward = perf_counter() - began
         outputs = set(Places(log, result, names).names.values()) - set(before.names.values()) - {0}
         tape = log.bytes(packed - outputs - set(before.names.values()) - self._copies)
+        self._given = 0 if last else log.bytes(outputs)
         taping = log.level(mark, len(log.events), outputs if last else ())[1]
         if last:
             self._plain |= outputs
@@ -228,6 +269,14 @@ class _Meter:
             yield
 
 
-def _a_byte_less(working: Working) -> Working:
+def _never_asked(_: None) -> torch.Tensor:  # pragma: no cover
+    """For a run that is not pulled back."""
+    raise AssertionError
+
+
+def _a_byte_less(cost: StepCost) -> StepCost:
     """The first state is the caller's and takes nothing; the byte that a chain counts for it is there all the time."""
-    return Working(max(0, working.advance - 1), max(0, working.tape - 1), max(0, working.backward - 1))
+    was = cost.working
+    working = Working(max(0, was.advance - 1), max(0, was.tape - 1), max(0, was.backward - 1))
+    options = tuple(replace(option, backward=max(0, (option.backward or 0) - 1)) for option in cost.options)
+    return replace(cost, working=working, options=options)

@@ -59,6 +59,7 @@ def lean(function: Callable[..., Result], *args: Any, tape: int | str | None = N
     if _compiling() or not torch.is_grad_enabled() or recording.runs_plainly() or _steps_aside():
         return function(*args, **kwargs)
     check_function(function, "function")
+    _check_tape(tape)
     sight = Sight(function, args, kwargs)
     if not sight.is_plain:
         return function(*args, **kwargs)
@@ -77,6 +78,11 @@ def lean_frontier(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tu
             raise InputError("lean_frontier cannot trace inside a transform, another lean call or a fake mode")
         sight = Sight(function, args, kwargs)
         return _kind_of(sight, function).traced(function, args, kwargs, sight).points()
+
+
+def can_lean(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether `lean` would do anything here."""
+    return not _steps_aside() and Sight(function, args, kwargs).is_plain
 
 
 class Lean(nn.Module):
@@ -209,7 +215,6 @@ class _Kind:
             if len(self._ways) >= _MOST_WAYS:
                 self._say("goes another way for each of many numbers that it is given or keeps")
                 return function(*args, **kwargs)
-            _check_tape(tape)
             result, way, lean_tape = self._trace(function, args, kwargs, sight)
             lean_tape.close_traced(way.kitchen.recipe(tape), sight.tensors)
             return result

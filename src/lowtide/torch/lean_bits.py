@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +48,11 @@ def bits_of(tensor: torch.Tensor) -> tuple[Bits, torch.Tensor] | None:
         return None
     number = float(flat.amax())
     ones = flat == number if number > 0 else flat != 0
-    if int(ones.count_nonzero()) != int(flat.count_nonzero()) or (number <= 0 and bool(ones.any())):
+    if (
+        not math.isfinite(number)
+        or int(ones.count_nonzero()) != int(flat.count_nonzero())
+        or (number <= 0 and bool(ones.any()))
+    ):
         return None
     return Bits(count, tensor.dtype, number), _packed(ones)
 

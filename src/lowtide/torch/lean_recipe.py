@@ -53,12 +53,14 @@ class LeanPoint:
         seconds: of making the rest again, as measured.
         plain_tape: bytes of the tape that keeps everything.
         again: the operations that run again in the backward, by name, in order.
+        is_free: whether it is what `lean` does without being told: no heavy operation runs again.
     """
 
     tape: int
     seconds: float
     plain_tape: int
     again: tuple[str, ...]
+    is_free: bool = False
 
     def __str__(self) -> str:
         share = f" ({self.tape / self.plain_tape:.0%} of {format_size(self.plain_tape)})" if self.plain_tape else ""
@@ -203,7 +205,7 @@ class Kitchen:
 
     def _point(self, cut: Cut) -> LeanPoint:
         again = tuple(self.trace.ops[index].name for index in cut.rerun)
-        return LeanPoint(cut.bytes, cut.seconds, self._everything.bytes, again)
+        return LeanPoint(cut.bytes, cut.seconds, self._everything.bytes, again, cut == self._light)
 
     def recipe(self, tape: int | str | None) -> Recipe:
         """The fastest recipe whose tape is so small; None: all that needs no heavy operation is dropped.

@@ -6,7 +6,8 @@ what autograd saves, so it is given to `lean` with the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +20,10 @@ from lowtide.torch.lean_watch import Sight
 from lowtide.torch.storages import key_of, tensors_of
 
 _holders: Callable[[int], int] = torch._C._storage_Use_Count
+_one = torch.empty(1)
+_ALONE = _holders(key_of(_one)) - 1  # what Python adds
 # By what is known of a step: the most bytes that one needed while it ran and not afterwards.
-_rooms: dict[Hashable, int] = {}
+_rooms: dict[tuple[object, ...], int] = {}
 _MOST_ROOMS = 512
 
 
@@ -28,12 +31,12 @@ class LeanStep:
     """`f(carry, x)` with a lean tape; `target` is what the user calls it."""
 
     def __init__(self, f: Callable[[Any, Any], Any], hidden: Hidden, target: Any) -> None:
-        def step(carry: Any, x: Any, state: list[Any], modules: list[nn.Module]) -> Any:
+        def step(carry: Any, x: Any, *_: Any) -> Any:
             return f(carry, x)
 
         step.__qualname__ = f"a step of {getattr(target, '__qualname__', type(target).__name__)}"
         self._step = step
-        self._kind: Hashable = getattr(target, "__code__", type(target))
+        self._kind: object = getattr(target, "__code__", type(target))
         self._hidden = hidden
         self._modules: list[nn.Module] = []
         self._known = 0
@@ -42,17 +45,16 @@ class LeanStep:
         self.varies = False  # whether numbers that the step depends on were seen to change from one step to the next
 
     def __call__(self, carry: Any, x: Any) -> Any:
+        """Run a step."""
         state = self._hidden.leaves()
         if self._held is None:
             return lean(self._step, carry, x, state, self._roots())
         self._compare_numbers(carry, x)
         given = tensors_of((carry, state))
-        before = [(key_of(tensor), _holders(key_of(tensor))) for tensor in given]
+        before = _others(given)
         result = lean(self._step, carry, x, state, self._roots())
-        # A result that is a view of what was given holds it too, but is no tape.
-        known = {id(tensor) for tensor in given}
-        views = [key_of(tensor) for tensor in tensors_of((result, self._hidden.leaves())) if id(tensor) not in known]
-        self._held |= {key for key, holders in before if _holders(key) - views.count(key) > holders}
+        after = _others([*given, *tensors_of((result, self._hidden.leaves()))])
+        self._held |= {key for key, others in after.items() if others > before.get(key, 0)}
         return result
 
     def _compare_numbers(self, carry: Any, x: Any) -> None:
@@ -73,7 +75,10 @@ class LeanStep:
 
     @contextmanager
     def watched(self, held: set[int]) -> Iterator[None]:
-        """Inside, storages of the state before a step that its tape holds, saved by autograd or not, go into `held`."""
+        """Inside, storages of the state before a step and of its results go into `held` if its tape holds them.
+
+        Not by hooks around the call: a lean tape that hands over what it keeps holds it longer in the backward.
+        """
         self._held = held
         try:
             yield
@@ -86,11 +91,17 @@ class LeanStep:
         A step that is traced holds its whole tape as long as it runs. Where numbers vary, later steps may be traced, so
         there has to be room for it even if the steps seen now were traced before.
         """
-        key = (self._kind, forms)
-        if len(_rooms) >= _MOST_ROOMS:
+        key = (self._kind, *forms)
+        if key not in _rooms and len(_rooms) >= _MOST_ROOMS:
             _rooms.clear()
         _rooms[key] = max(seen, _rooms.get(key, 0))
         return _rooms[key]
+
+
+def _others(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """For each storage of the tensors, how many hold it beside them."""
+    known = Counter(key_of(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    return {key: _holders(key) - _ALONE - count for key, count in known.items()}
 
 
 def _nothing() -> None:

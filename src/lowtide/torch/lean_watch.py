@@ -41,7 +41,7 @@ class Sight:
         numbers: Python's numbers among arguments, and plain attributes of modules.
         tensors: those of arguments, then those of modules.
         arguments: how many are arguments.
-        is_plain: whether there is nothing but ordinary tensors.
+        is_plain: whether there is nothing but ordinary tensors, and nothing compiled, which a trace would undo.
         anchors: what the key knows by identity.
     """
 
@@ -122,6 +122,7 @@ class Sight:
             if id(function) in self._functions:  # it calls itself
                 return
             self._functions.add(id(function))
+            self.is_plain &= not hasattr(function, "_torchdynamo_orig_callable")
             self._key += (function.__code__, id(function.__globals__))
             for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 self._see(default)
@@ -146,6 +147,7 @@ class Sight:
             parts = _parts[root] = _Parts(root)
             rows = parts.rows()
             assert rows is not None
+        self.is_plain &= not parts.is_compiled
         attributes = [value for row in rows for value in row[len(_OWN) :]]
         if parts.has_tensors:
             for tensor in [value for value in attributes if isinstance(value, torch.Tensor)]:
@@ -179,7 +181,7 @@ class _Parts:
     """A module and all inside it: where to look at each call."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.has_tensors = False
+        self.has_tensors = self.is_compiled = False
         self._modules: list[tuple[weakref.ref[nn.Module], itemgetter[Any], int, list[Any], list[type]]] = []
         for module in root.modules():
             inside = module.__dict__
@@ -187,6 +189,7 @@ class _Parts:
             kinds = [type(inside[name]) for name in names]
             children = [weakref.ref(child) if child is not None else None for child in module._modules.values()]
             self.has_tensors |= any(issubclass(kind, torch.Tensor) for kind in kinds)
+            self.is_compiled |= module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
             self._modules.append((weakref.ref(module), itemgetter(*_OWN, *names), len(inside), children, kinds))
 
     def rows(self) -> list[tuple[Any, ...]] | None:

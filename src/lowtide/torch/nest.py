@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
@@ -95,10 +95,11 @@ def nest_of(plan: Plan) -> tuple[Part, ...]:
 def kept_by(parts: tuple[Part, ...], kept: tuple[int, ...]) -> int:
     """Most bytes that checkpoint calls keep at once, where each keeps so many for every step in it.
 
-    Those side by side are there together, and the calls inside one of them at a time.
+    Those side by side are there together, and the calls inside one of them at a time; while one is run again, what it
+    finds is put aside.
     """
-    side_by_side = sum(sum(kept[part.start : part.stop]) for part in parts if part.inside)
-    return side_by_side + max((kept_by(part.inside, kept) for part in parts), default=0)
+    own = {part: sum(kept[part.start : part.stop]) for part in parts if part.inside}
+    return sum(own.values()) + max((own.get(part, 0) + kept_by(part.inside, kept) for part in parts), default=0)
 
 
 def copied_by(parts: tuple[Part, ...], copied: tuple[int, ...]) -> list[int]:
@@ -112,17 +113,22 @@ def copied_by(parts: tuple[Part, ...], copied: tuple[int, ...]) -> list[int]:
     return found
 
 
+def forms_passed(parts: tuple[Part, ...], inside: bool = False) -> dict[int, set[int]]:
+    """For steps that run in smaller forms inside a checkpoint call, where their tape is not kept at first: which."""
+    found: dict[int, set[int]] = {}
+    for part in parts:
+        if inside and part.option:
+            for k in range(part.start, part.stop):
+                found.setdefault(k, set()).add(part.option)
+        for k, forms in forms_passed(part.inside, inside=True).items():
+            found.setdefault(k, set()).update(forms)
+    return found
+
+
 def starts(parts: tuple[Part, ...]) -> set[int]:
     """Steps that are taped from the state that a checkpoint call around them holds."""
     firsts = {part.inside[0].start for part in parts if part.inside and not part.inside[0].inside}
     return firsts.union(*(starts(part.inside) for part in parts))
-
-
-def _whole_tapes_only(_: tuple[Layer, ...], step: int, option: int, __: Any) -> NoReturn:
-    raise InputError(
-        f"the plan tapes step {step:,} in a smaller form (entry {option} of its menu), and these layers have none; "
-        "plan again with plan_sequential"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +144,7 @@ class Runner:
 
     steps: tuple[tuple[Layer, ...], ...]
     options: dict[str, Any]
-    lean: Lean = _whole_tapes_only
+    lean: Lean
 
     def run(self, parts: tuple[Part, ...], x: Any, *, taping: bool = True, first: bool = True) -> Any:
         """Run the parts one after the other.

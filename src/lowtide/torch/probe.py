@@ -87,10 +87,8 @@ class _Meter:
         self.old = self.memory.alive()
         worst, self.memory.peak = self.memory.peak, self.memory.now
         began = perf_counter()
-        with (
-            torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack),
-            self._lean.watched(self.packed) if self._lean else nullcontext(),
-        ):
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        with hooks(self._pack, _unpack) if self._lean is None else self._lean.watched(self.packed):
             yield
         self.forward = perf_counter() - began
         self.after = self.memory.now
@@ -247,12 +245,12 @@ def _rehearse(engine: Engine, meter: _Meter | None, *, keep: bool) -> tuple[Piec
     """
     piece, before, count = None, engine.begin.all_leaves(), len(engine.ahead)
     engine.ahead[:] = [(snapshot, None) for snapshot, _ in engine.ahead]
-    engine.last_output = []
     engine.restart()
     with recording.recomputing():
         for k in range(count):
             if k:
                 engine.detach_state()
+            engine.last_output = []
             piece, before = None, engine.state()
             with meter.on() if meter else nullcontext():
                 piece = engine.tape(k, k + 1, put=False)
@@ -345,7 +343,7 @@ def _pulled(engine: Engine, meter: _Meter, piece: Piece, after: list[Any], *, ke
     with watching(meter.memory):
         grads = [_zeros_for(leaf, engine.outputs.result_shape) for leaf in engine.last_output]
         grads += [_zeros_for(leaf, None) for leaf in after]
-        pullback = engine.pullback(grads, [])
+        pullback = engine.pullback(grads, [], piece.stop)
         del grads
         pullback.pull(piece, keep=keep)
         peak = meter.memory.peak - before

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lowtide.chain import Chain
 from lowtide.checks import function
 from lowtide.errors import InputError
 from lowtide.plan import Plan
 from lowtide.segments import balanced, segment_count
 from lowtide.sizes import parse_budget
 from lowtide.torch import recording
+from lowtide.torch.layer_forms import Forms
 from lowtide.torch.layer_plans import LayerPlans
 from lowtide.torch.layers import measure_layers
 from lowtide.torch.nest import Part, Runner, nest_of
@@ -37,6 +39,7 @@ _STEP_NAME = re.compile(r"([0-9]+)(?:-([0-9]+))? ")
 
 
 _known: Known[LayerPlans] = Known(64)
+_known_whole: Known[LayerPlans] = Known(64)  # with whole tapes only
 
 
 def sequential(
@@ -77,11 +80,11 @@ def _sequential(
         return _plainly(row, x)
     options = {"contexts": tuple(contexts), "check_rerun": check_rerun}
     if plan is not None:
-        return _run(row, _bounds(plan, len(row)), nest_of(plan), x, options)
+        return _run(row, _bounds(plan, len(row)), nest_of(plan), x, options, plan.chain)
     costs = _costs(row, x)
     if costs is None or costs.row.chain is None:
         return _plainly(row, x)
-    return _run(row, costs.row.bounds, costs.plan(budget)[1], x, options)
+    return _run(row, costs.row.bounds, costs.plan(budget)[1], x, options, costs.row.chain)
 
 
 def plan_sequential(layers: Layers, x: Any, *, budget: int | str | None = None) -> Plan:
@@ -131,13 +134,13 @@ def _checkpoint_sequential(functions: Layers, segments: int, input: Any, preserv
     count = segment_count(segments, len(row))
     if count == 1 or _runs_plainly():
         return _plainly(row, input)
-    costs = _costs(row, input)
+    costs = _costs(row, input, forms=False)
     if costs is None or costs.row.chain is None:
         return _plainly(row, input)
     chain, bounds = costs.row.chain, costs.row.bounds
     cut = balanced([chain[k].tape for k in range(len(chain))], min(count, len(chain)))
     parts = [Part(start, stop, (Part(start, stop),)) for start, stop in cut[:-1]]
-    return _run(row, bounds, (*parts, Part(*cut[-1])), input, {"preserve_rng_state": preserve_rng_state})
+    return _run(row, bounds, (*parts, Part(*cut[-1])), input, {"preserve_rng_state": preserve_rng_state}, chain)
 
 
 class Sequential(nn.Sequential):
@@ -212,16 +215,16 @@ def _plainly(row: list[Layer], x: Any) -> Any:
     return x
 
 
-def _costs(row: list[Layer], x: Any) -> LayerPlans | None:
+def _costs(row: list[Layer], x: Any, *, forms: bool = True) -> LayerPlans | None:
     """What the layers cost; None as long as one has parameters without a shape, which the plain run would make."""
 
     def measured() -> LayerPlans:
         if any(is_lazy(p) for layer in row if isinstance(layer, nn.Module) for p in layer.parameters()):
             raise _Shapeless
-        return LayerPlans(measure_layers(row, x))
+        return LayerPlans(measure_layers(row, x, forms=forms))
 
     try:
-        return _known.get(row, x, measured)
+        return (_known if forms else _known_whole).get(row, x, measured)
     except _Shapeless:
         return None
 
@@ -248,8 +251,14 @@ def _bounds(plan: Plan, layers: int) -> tuple[tuple[int, int], ...]:
 
 
 def _run(
-    row: list[Layer], bounds: tuple[tuple[int, int], ...], parts: tuple[Part, ...], x: Any, options: dict[str, Any]
+    row: list[Layer],
+    bounds: tuple[tuple[int, int], ...],
+    parts: tuple[Part, ...],
+    x: Any,
+    options: dict[str, Any],
+    chain: Chain,
 ) -> Any:
     """Run the layers before the chain as they are, and its steps as the nest says."""
     x = _plainly(row[: bounds[0][0]], x)
-    return Runner(tuple(tuple(row[start:stop]) for start, stop in bounds), options).run(parts, x)
+    steps = tuple(tuple(row[start:stop]) for start, stop in bounds)
+    return Runner(steps, options, Forms(chain)).run(parts, x)

@@ -1,0 +1,68 @@
+"""The forms in which a step of layers can be taped: whole, or lean in a few sizes.
+
+A form's name says how many bytes its recipe keeps, so that a plan, which is numbers and names, can be run anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from lowtide.chain import Chain
+from lowtide.errors import InputError
+from lowtide.torch.lean import can_lean, lean, lean_frontier
+from lowtide.torch.lean_recipe import LeanPoint
+from lowtide.torch.step_seconds import through
+from lowtide.torch.traceless import Layer
+
+_NAME = re.compile(r"lean ([0-9]+) B")
+# Of a whole tape. A form that saves less is not worth a line on the menu.
+_WORTHWHILE = 0.05
+
+
+def lean_points(layers: tuple[Layer, ...], state: Any) -> list[LeanPoint]:
+    """A few smaller tapes for these layers: all that is free, half of that, and twice as much.
+
+    It runs the layers.
+    """
+    if not can_lean(through, layers, state):
+        return []
+    points = lean_frontier(through, layers, state)
+    free = next((point for point in points if point.is_free), points[-1])
+    saved = free.plain_tape - free.tape
+    sizes = (free.plain_tape - saved / 2, free.tape, free.tape / 2)
+    chosen = {min(points, key=lambda point, size=size: abs(point.tape - size)) for size in sizes}  # type: ignore[misc]
+    worth = [point for point in chosen if point.tape < (1 - _WORTHWHILE) * point.plain_tape]
+    return sorted(worth, key=lambda point: -point.tape)
+
+
+def name_of_form(point: LeanPoint) -> str:
+    """What the menu calls it."""
+    return f"lean {point.tape} B"
+
+
+def run_lean(layers: tuple[Layer, ...], state: Any, tape: int) -> Any:
+    """Run layers with a lean tape of at most so many bytes."""
+    return lean(through, layers, state, tape=max(1, tape))
+
+
+class Forms:
+    """Runs the steps of a chain in the forms that its menus name."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+
+    def __call__(self, layers: tuple[Layer, ...], step: int, option: int, state: Any) -> Any:
+        """Run a step in one form."""
+        name = self._chain[step].menu[option].name
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise InputError(
+                f"the plan tapes step {step:,} in a form called {name!r}, which layers do not have; plan again with "
+                "plan_sequential"
+            )
+        if not torch.is_grad_enabled():
+            return through(layers, state)
+        return run_lean(layers, state, int(match[1]))
