@@ -29,6 +29,7 @@ from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F  # noqa: N812  (everybody's name for it)
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide.torch as lt
@@ -312,6 +313,65 @@ def test_statistics_are_counted_once() -> None:
         _same(list(lean.state_dict().values()), list(modules[0].state_dict().values()))
 
 
+MODULES: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {
+    "LSTM": (lambda: nn.LSTM(5, 6, 2, dropout=0.3), [(4, 3, 5)]),
+    "GRU": (lambda: nn.GRU(5, 6, 2, dropout=0.3, bidirectional=True), [(4, 3, 5)]),
+    "layer of a transformer": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), [(2, 6, 16)]),
+    "attention": (lambda: nn.MultiheadAttention(16, 4, dropout=0.2, batch_first=True), [(2, 6, 16)] * 3),
+    "spectral norm": (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 5)), nn.Tanh()), [(3, 5)]),
+    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 5)), nn.Tanh()), [(3, 5)]),
+    "instance norm": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), [(2, 3, 4, 4)]),
+    "batch norm, in place": (lambda: nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(inplace=True)), [(2, 3, 4, 4)]),
+}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_torchs_own(name: str, train: bool) -> None:
+    make, shapes = MODULES[name]
+    torch.manual_seed(0)
+    plain = make().train(train)
+    module = copy.deepcopy(plain)
+    given = [_leaf(*shape, seed=k) for k, shape in enumerate(shapes)]
+    for number in range(3):
+        outcomes = []
+        for call, one in ((_plainly, plain), (lt.lean, module)):
+            torch.manual_seed(number)
+            y = call(one, *given)
+            y = y[0] if isinstance(y, tuple) else y
+            grads = torch.autograd.grad(y.square().sum(), [*given, *one.parameters()])
+            outcomes.append([y, *grads, *one.state_dict().values()])
+        _same(*outcomes)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_modules_without_a_shape_yet() -> None:
+    module = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Softplus())
+    x = _leaf(2, 5)
+    for _ in range(3):
+        y, z = lt.lean(module, x), module(x)
+        _same([y, *torch.autograd.grad(y.sum(), x)], [z, *torch.autograd.grad(z.sum(), x)])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules() -> None:
+    module = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
+    x = _leaf(2, 4)
+    for _ in range(3):
+        y, z = lt.lean(module, x), module(x)
+        _same([y, *torch.autograd.grad(y.sum(), x)], [z, *torch.autograd.grad(z.sum(), x)])
+
+
+def test_a_lean_module_of_a_lean_module() -> None:
+    module, x = _Gate(), _leaf(4, 6)
+    lean = lt.Lean(lt.Lean(module))
+    assert list(lean.state_dict()) == list(module.state_dict())
+    for mode in (False, True):
+        lean.train(mode)
+        assert module.training is module.drop.training is mode
+        _same(_step(lean, x, module.parameters()), _step(module, x, module.parameters()))
+
+
 # --- hooks, and backwards of every kind
 
 
@@ -479,6 +539,31 @@ def test_in_threads_at_once() -> None:
         for part, found in enumerate(pool.map(work, range(4))):
             for left, right in zip(found, expected[part::4], strict=True):
                 _same(left, right)
+
+
+def test_parameters_of_another_layout_in_threads_at_once() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 3, 4, 5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight.exp() * x).sin()
+
+    x = _leaf(2, 3, 4, 5)
+    for _ in range(10):
+        module, meet = Scaled(), threading.Barrier(4)
+        lt.lean(module, x)
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # its stub lacks it
+        expected = torch.autograd.grad(module(x).sum(), [x, module.weight])
+
+        def work(_: int, module: nn.Module = module, meet: threading.Barrier = meet) -> Any:
+            meet.wait()
+            return torch.autograd.grad(lt.lean(module, x).sum(), [x, *module.parameters()])
+
+        with ThreadPoolExecutor(4) as pool:
+            for found in pool.map(work, range(4)):
+                _same(found, expected)
 
 
 def test_the_backward_in_other_threads() -> None:
@@ -747,6 +832,54 @@ def test_arguments_that_share_memory_or_do_not() -> None:
         return [y, *torch.autograd.grad(y.sum(), [rows, other])]
 
     _both(run, calls=len(pairs))
+
+
+def test_an_argument_that_is_a_parameter_or_is_not() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(_leaf(40).detach())
+            self.other = self.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight.sin() * x).exp() * self.other
+
+    module, x = Scaled(), _leaf(40, seed=1)
+
+    def run(call: Function, number: int) -> Any:
+        if number == 4:
+            module.other = nn.Parameter(_leaf(40, seed=2).detach())
+        y = call(module, module.weight if number in (0, 3) else x) + 0 * x
+        return [y, *torch.autograd.grad(y.sum(), [module.weight, x])]
+
+    _both(run, calls=6)
+
+
+def test_a_global_tensor_in_another_layout() -> None:
+    x = _leaf(8, 8)
+
+    def run(call: Function, number: int) -> Any:
+        _globals["weight"] = torch.randn(8, 8) if number != 1 else torch.randn(8, 8).t()
+        y = call(_reads_a_global, x)
+        return [y, *torch.autograd.grad(y.sum(), x)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may say that it keeps everything
+        _both(run)
+
+
+_globals: dict[str, torch.Tensor] = {}
+
+
+def _reads_a_global(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() * _globals["weight"]).exp() * _globals["weight"] * x
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_nested_tensors_are_left_alone() -> None:
+    x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], requires_grad=True)
+    for _ in range(2):
+        assert lt.lean(lambda x: x.sin() * x, x).is_nested
 
 
 def test_rows_of_one_tensor_share_a_trace() -> None:

@@ -181,6 +181,22 @@ def test_a_backward_of_a_part_leaves_nothing_made() -> None:
         torch.autograd.grad(second.sum(), [x, w])
 
 
+def test_nothing_at_all_is_kept() -> None:
+    """All can be made again from arguments that others hold."""
+    x, w = _leaf(64, 64), _leaf(64, 64, seed=1)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ((x.sin() * w).exp() * x).tanh() @ w
+
+    point = lt.lean_frontier(function, x, w)[-1]
+    assert point.tape == 0
+    expected = torch.autograd.grad(function(x, w).sum(), [x, w])
+    for _ in range(2):
+        assert _tape_of(partial(lt.lean, function, x, w, tape=point.tape)) <= SAMPLE * len(point.again)
+        found = torch.autograd.grad(lt.lean(function, x, w, tape=point.tape).sum(), [x, w])
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
 # --- bits
 
 

@@ -49,6 +49,8 @@ POSITIONAL = {
 def test_the_names_are_these() -> None:
     assert sorted(lt.__all__) == [
         "Comparison",
+        "Lean",
+        "LeanPoint",
         "Recording",
         "Sequential",
         "Steps",
@@ -60,6 +62,8 @@ def test_the_names_are_these() -> None:
         "compare_gradients",
         "for_loop",
         "is_recomputing",
+        "lean",
+        "lean_frontier",
         "measure",
         "plan_for_loop",
         "plan_scan",

@@ -45,7 +45,7 @@ def name_of_form(point: LeanPoint) -> str:
 
 def run_lean(layers: tuple[Layer, ...], state: Any, tape: int) -> Any:
     """Run layers with a lean tape of at most so many bytes."""
-    return lean(through, layers, state, tape=max(1, tape))
+    return lean(through, layers, state, tape=tape)
 
 
 class Forms:

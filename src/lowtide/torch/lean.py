@@ -110,8 +110,8 @@ class Lean(nn.Module):
 
     def train(self, mode: bool = True) -> Lean:
         """See `nn.Module`."""
-        super().train(mode)
-        self._module.training = mode
+        self._module.train(mode)
+        self.training = mode
         return self
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -142,7 +142,7 @@ class Lean(nn.Module):
 
 
 def _check_tape(tape: int | str | None) -> None:
-    if tape is not None:
+    if tape is not None and (tape != 0 or isinstance(tape, bool)):
         parse_budget(tape, 2**40)
 
 
@@ -226,7 +226,7 @@ class _Kind:
             _pop_hooks()
         lean_tape.close()
         if lean_tape.is_outdated:
-            self._ways.remove(way)
+            self._ways = [other for other in self._ways if other is not way]
         elif not lean_tape.fits:
             self._say("did not save what it saved when it was traced")
         return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
 
@@ -21,6 +21,7 @@ from lowtide.torch.lean_bits import bits_of
 from lowtide.torch.lean_trace import Op, Trace, View
 
 KEEP, DROP, BITS = range(3)
+_NEXT_TO_NOTHING = 0.005  # of a whole tape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +53,7 @@ class LeanPoint:
         tape: bytes that are kept; arguments and parameters count only if nobody else would hold them.
         seconds: of making the rest again, as measured.
         plain_tape: bytes of the tape that keeps everything.
+        working: most bytes of values that were made again and are alive at once, in one backward of the function.
         again: the operations that run again in the backward, by name, in order.
         is_free: whether it is what `lean` does without being told: no heavy operation runs again.
     """
@@ -59,6 +61,7 @@ class LeanPoint:
     tape: int
     seconds: float
     plain_tape: int
+    working: int
     again: tuple[str, ...]
     is_free: bool = False
 
@@ -186,8 +189,12 @@ class Kitchen:
 
     @cached_property
     def _light(self) -> Cut:
-        """The least bytes without a heavy operation."""
-        return least_bytes(self._operations(heavy=False), self._values)
+        """The least bytes without a heavy operation; those of values that are next to nothing do not count."""
+        little = self._whole * _NEXT_TO_NOTHING
+        values = [replace(value, bytes=0, small=None) if value.bytes < little else value for value in self._values]
+        cut = least_bytes(self._operations(heavy=False), values)
+        kept, small = sum(self._values[v].bytes for v in cut.kept), (self._values[v].small for v in cut.small)
+        return replace(cut, bytes=kept + sum(form[0] for form in small if form))
 
     @cached_property
     def _cuts(self) -> tuple[Cut, ...]:
@@ -205,7 +212,8 @@ class Kitchen:
 
     def _point(self, cut: Cut) -> LeanPoint:
         again = tuple(self.trace.ops[index].name for index in cut.rerun)
-        return LeanPoint(cut.bytes, cut.seconds, self._everything.bytes, again, cut == self._light)
+        working = Recipe(self, cut).most_at_once({number: value.bytes for number, value in self.trace.values.items()})
+        return LeanPoint(cut.bytes, cut.seconds, self._everything.bytes, working, again, cut == self._light)
 
     def recipe(self, tape: int | str | None) -> Recipe:
         """The fastest recipe whose tape is so small; None: all that needs no heavy operation is dropped.
@@ -272,7 +280,6 @@ class Recipe:
     """A cut, ready to run.
 
     Attributes:
-        point: what it costs.
         shapes, dtypes, nodes: what each pack has to be like; a node that is None is not compared.
         actions: what to do with each pack: KEEP, DROP or BITS.
         views: each pack as a view of a value; None for one that is no view.
@@ -284,11 +291,11 @@ class Recipe:
         given: which of the call's arguments and modules' tensors are read, and what view each is.
         bases: by value that making something starts from, the view that is found; see `Source`.
         origins: by pack, the values that are read from it.
+        strides: by pack, those that it has to have, because it is not from this call and recipes read it.
     """
 
     def __init__(self, kitchen: Kitchen, cut: Cut) -> None:
         trace = kitchen.trace
-        self.point = kitchen._point(cut)
         kept, small = kitchen.named(cut)
         self.shapes = [pack.like[0] for pack in trace.packs]
         self.dtypes = [pack.like[1] for pack in trace.packs]
@@ -315,6 +322,39 @@ class Recipe:
         self.given = {source.given: source.base for source in found.values() if source.base and source.pack < 0}
         self.bases = {number: source.base for number, source in found.items()}
         self.origins = {source.pack: number for number, source in found.items() if source.pack >= 0}
+
+        bases = [(pack, self.bases[number]) for pack, number in self.origins.items()]
+        self.strides = {pack: base.stride for pack, base in bases if base is not None}
+
+    def most_at_once(self, sizes: dict[int, int]) -> int:
+        """Most bytes of values made again that are alive at once, if packs are asked for from the last to the first."""
+        counts, alive, level, most = Counter(self.uses), set[int](), 0, 0
+
+        def spend(number: int) -> None:
+            nonlocal level
+            counts[number] -= 1
+            if counts[number] <= 0 and number in alive:
+                alive.remove(number)
+                level -= sizes[number]
+
+        for index in sorted(self.sources, reverse=True):
+            waiting = [self.value(index)]
+            while waiting:
+                replay = self.replays.get(waiting[-1])
+                if waiting[-1] in alive:
+                    waiting.pop()
+                elif replay and (missing := [n for n in replay.reads if n in self.replays and n not in alive]):
+                    waiting += missing
+                else:
+                    made = {number for _, number in replay.makes} if replay else {waiting[-1]}
+                    made = {number for number in made if counts[number] > 0 or number == waiting[-1]} - alive
+                    alive |= made
+                    level += sum(sizes[number] for number in made)
+                    most = max(most, level)
+                    for number in replay.reads if replay else ():
+                        spend(number)
+            spend(self.value(index))
+        return most
 
     def value(self, index: int) -> int:
         """The value that a pack is a view of."""

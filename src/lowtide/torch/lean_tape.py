@@ -126,7 +126,8 @@ class LeanTape:
         self._open(recipe, given)
         for slot in self._slots:
             assert slot.tensor is not None
-            self._settle(slot, slot.tensor)
+            if slot.tensor._version == slot.version:  # else it stays, for the error that it will be
+                self._settle(slot, slot.tensor)
         self.close()
 
     def _open(self, recipe: Recipe, given: list[Any]) -> None:
@@ -143,6 +144,8 @@ class LeanTape:
         recipe, index = self._recipe, slot.index
         assert recipe is not None
         action = recipe.actions[index]
+        if index in recipe.strides and tensor.stride() != recipe.strides[index]:
+            self.fits = False
         if action == KEEP:
             if self._around is not None:
                 slot.value = recipe.origins.get(index)

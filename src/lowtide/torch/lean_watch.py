@@ -13,12 +13,14 @@ import weakref
 from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from operator import itemgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 _NUMBERS = frozenset({int, float, complex})
 _WORDS = frozenset(
@@ -27,7 +29,13 @@ _WORDS = frozenset(
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 _PLAIN = _NUMBERS | _WORDS
 _ORDINARY = torch._C._disabled_torch_dispatch_impl
-_OWN = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+_INTERNAL = frozenset(nn.Module().__dict__)
+# What modules have: attributes, numbers of hooks, and for those that have any, their parameters and buffers.
+_Found = tuple[list[Any], list[int], list[tuple[dict[str, Any], dict[str, Any]]]]
+_hooks = itemgetter("_forward_pre_hooks", "_forward_hooks")
+_own = itemgetter("_parameters", "_buffers")
+_needs_gradient = attrgetter("requires_grad")
+_dtype = attrgetter("dtype")
 _casts = torch.is_autocast_enabled
 _casts_to = torch.get_autocast_dtype
 _default_dtype = torch.get_default_dtype
@@ -45,12 +53,12 @@ class Sight:
         anchors: what the key knows by identity.
     """
 
-    __slots__ = ("_functions", "_key", "_modules", "anchors", "arguments", "is_plain", "key", "numbers", "tensors")
+    __slots__ = ("_key", "_modules", "_seen", "anchors", "arguments", "is_plain", "key", "numbers", "tensors")
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._key: list[Any] = []
         self._modules: list[nn.Module] = []
-        self._functions: set[int] = set()
+        self._seen: set[int] = set()
         self.numbers: list[Any] = []
         self.tensors: list[Any] = []
         self.anchors: list[Any] = []
@@ -61,11 +69,12 @@ class Sight:
         for name, argument in kwargs.items():
             self._key.append(name)
             self._see(argument)
-        rows = [row for module in self._modules for row in self._see_attributes(module)]
+        found = [self._see_attributes(module) for module in self._modules]
         self.arguments = len(self.tensors)
         if self.arguments > 1:
             self._see_aliases()
-        self._see_parameters(rows)
+        for each in found:
+            self._see_parameters(each)
         cuda = (_casts("cuda"), _casts_to("cuda")) if _casts("cuda") else None
         self.key: Hashable = (*self._key, _casts("cpu") and _casts_to("cpu"), cuda, _default_dtype())
 
@@ -78,14 +87,12 @@ class Sight:
             self.numbers.append(thing if thing else str(thing))  # 0.0 is not -0.0
         elif kind in _WORDS:
             self._key.append(thing)
-        elif isinstance(thing, list | tuple):
+        elif isinstance(thing, tuple):
             self._key += (kind, len(thing))
             for part in thing:
                 self._see(part)
-        elif isinstance(thing, dict):
-            self._key += (kind, *thing)
-            for part in thing.values():
-                self._see(part)
+        elif isinstance(thing, list | dict):
+            self._see_container(thing)
         elif isinstance(thing, nn.Module):
             self._key.append(id(thing))
             self._modules.append(thing)
@@ -104,12 +111,25 @@ class Sight:
         else:
             self._see_function(thing)
 
+    def _see_container(self, thing: list[Any] | dict[Any, Any]) -> None:
+        if id(thing) in self._seen:  # it may contain itself
+            return
+        self._seen.add(id(thing))
+        self._key += (type(thing), len(thing))
+        if isinstance(thing, dict):
+            self._key += thing
+        for part in thing.values() if isinstance(thing, dict) else thing:
+            self._see(part)
+
     def _see_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.is_nested:
+            self.is_plain = False
+            return
         strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
         self._key += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, strides)
         self.tensors.append(tensor)
         kind = type(tensor)
-        if tensor.is_inference() or (kind not in _TENSORS and kind.__torch_dispatch__ is not _ORDINARY):
+        if tensor.is_inference() or (kind not in _TENSORS and not _is_ordinary(tensor)):
             self.is_plain = False
 
     def _see_function(self, function: Any) -> None:
@@ -119,9 +139,9 @@ class Sight:
             self._see_function(function.__func__)
             self._see_function(function.__self__)
         elif isinstance(function, types.FunctionType):
-            if id(function) in self._functions:  # it calls itself
+            if id(function) in self._seen:  # it calls itself
                 return
-            self._functions.add(id(function))
+            self._seen.add(id(function))
             self.is_plain &= not hasattr(function, "_torchdynamo_orig_callable")
             self._key += (function.__code__, id(function.__globals__))
             for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -139,31 +159,36 @@ class Sight:
             self._key.append(id(function))
             self.anchors.append(function)
 
-    def _see_attributes(self, root: nn.Module) -> list[tuple[Any, ...]]:
+    def _see_attributes(self, root: nn.Module) -> _Found:
         """See numbers and tensors that modules have as attributes; gives what else they have."""
         parts = _parts.get(root)
-        rows = None if parts is None else parts.rows()
-        if parts is None or rows is None:
+        found = None if parts is None else parts.look()
+        if parts is None or found is None:
             parts = _parts[root] = _Parts(root)
-            rows = parts.rows()
-            assert rows is not None
+            found = parts.look()
+            assert found is not None
+        attributes = found[0]
         self.is_plain &= not parts.is_compiled
-        attributes = [value for row in rows for value in row[len(_OWN) :]]
         if parts.has_tensors:
             for tensor in [value for value in attributes if isinstance(value, torch.Tensor)]:
                 self._see_tensor(tensor)
             attributes = [value for value in attributes if not isinstance(value, torch.Tensor)]
         self.numbers += attributes
-        return rows
+        return found
 
-    def _see_parameters(self, rows: list[tuple[Any, ...]]) -> None:
-        own = [parameter for row in rows for parameter in row[1].values()]
-        self._key += [None if p is None else (p.requires_grad, p.dtype) for p in own]
-        self._key.append(tuple([len(row[3]) + len(row[4]) for row in rows]))
-        self.tensors += own
-        for row in rows:
-            if row[2]:
-                self.tensors += row[2].values()
+    def _see_parameters(self, found: _Found) -> None:
+        _, hooks, own = found
+        parameters = [p for row, _ in own for p in row.values() if p is not None]
+        if not _TENSORS.issuperset(map(type, parameters)):
+            self.is_plain &= all(map(_is_ordinary, parameters))
+        for argument in self.tensors[: self.arguments]:
+            if type(argument) is nn.Parameter:  # perhaps one of those
+                self._key.append(tuple(k for k, p in enumerate(parameters) if p is argument))
+        self._key += (tuple(hooks), tuple(map(_needs_gradient, parameters)), tuple(map(_dtype, parameters)))
+        self.tensors += parameters
+        for _, buffers in own:
+            if buffers:
+                self.tensors += buffers.values()
 
     def _see_aliases(self) -> None:
         """Tensors with one storage, and where they lie in it."""
@@ -177,43 +202,54 @@ class Sight:
         return int(tensor.storage_offset() - first.storage_offset()) if tensor.layout is torch.strided else 0
 
 
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether operations on it are torch's own, and it has values."""
+    return type(tensor).__torch_dispatch__ is _ORDINARY and not is_lazy(tensor)
+
+
 class _Parts:
     """A module and all inside it: where to look at each call."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.has_tensors = self.is_compiled = False
-        self._modules: list[tuple[weakref.ref[nn.Module], itemgetter[Any], int, list[Any], list[type]]] = []
-        for module in root.modules():
-            inside = module.__dict__
-            names = [name for name, value in inside.items() if type(value) in _PLAIN or isinstance(value, torch.Tensor)]
-            kinds = [type(inside[name]) for name in names]
-            children = [weakref.ref(child) if child is not None else None for child in module._modules.values()]
-            self.has_tensors |= any(issubclass(kind, torch.Tensor) for kind in kinds)
-            self.is_compiled |= module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-            self._modules.append((weakref.ref(module), itemgetter(*_OWN, *names), len(inside), children, kinds))
+        modules = list(root.modules())
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
+        if scripted:  # they have other insides, and are called plainly
+            modules = []
+        inside = [module.__dict__ for module in modules]
+        names = [["training", *[name for name in d if name not in _INTERNAL and _is_watched(d[name])]] for d in inside]
+        self._references = [weakref.ref(module) for module in modules]
+        self._sizes = list(map(len, inside))
+        self._attributes = [itemgetter("training", *row) if len(row) == 1 else itemgetter(*row) for row in names]
+        self._parents = [k for k, module in enumerate(modules) if module._modules]
+        self._holders = [k for k, module in enumerate(modules) if module._parameters or module._buffers]
+        found = [get(d) for get, d in zip(self._attributes, inside, strict=True)]
+        self._kinds = [type(value) for row in found for value in row]
+        self._children = [id(child) for module in modules for child in module._modules.values()]
+        self.has_tensors = any(issubclass(kind, torch.Tensor) for kind in self._kinds)
+        self.is_compiled = scripted or any(
+            module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in modules
+        )
 
-    def rows(self) -> list[tuple[Any, ...]] | None:
-        """For each module what `_OWN` names, and its attributes; None if they are not the same any more."""
-        rows = []
-        for reference, getter, size, children, kinds in self._modules:
-            module = reference()
-            if module is None:
-                return None
-            inside = module.__dict__
-            try:
-                row = getter(inside)
-            except KeyError:
-                return None
-            if len(inside) != size or list(map(type, row[len(_OWN) :])) != kinds:
-                return None
-            if children and [*map(_referenced, row[0].values())] != children:
-                return None
-            rows.append(row)
-        return rows
+    def look(self) -> _Found | None:
+        """What is there now; None if it is not the same any more."""
+        try:
+            # A module that is gone has no attributes.
+            inside = [reference().__dict__ for reference in self._references]
+            attributes = list(chain.from_iterable([get(d) for get, d in zip(self._attributes, inside, strict=True)]))
+        except (AttributeError, KeyError):
+            return None
+        if (
+            list(map(len, inside)) != self._sizes
+            or list(map(type, attributes)) != self._kinds
+            or [id(child) for k in self._parents for child in inside[k]["_modules"].values()] != self._children
+        ):
+            return None
+        hooks = [len(before) + len(after) for before, after in map(_hooks, inside)]
+        return attributes, hooks, [_own(inside[k]) for k in self._holders]
 
 
-def _referenced(child: nn.Module | None) -> weakref.ref[nn.Module] | None:
-    return None if child is None else weakref.ref(child)
+def _is_watched(value: Any) -> bool:
+    return type(value) in _PLAIN or isinstance(value, torch.Tensor)
 
 
 _parts: weakref.WeakKeyDictionary[nn.Module, _Parts] = weakref.WeakKeyDictionary()

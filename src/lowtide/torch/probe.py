@@ -9,7 +9,7 @@ Costs are measured on the last one probed, because the first is often not typica
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, ClassVar
@@ -27,9 +27,8 @@ from lowtide.torch.ambient import mark_bytes
 from lowtide.torch.bits import checksum_bytes
 from lowtide.torch.capture import Watch, edge_of, now
 from lowtide.torch.engine import Engine
-from lowtide.torch.lean_step import LeanStep
-from lowtide.torch.measure import Memory, storage_bytes, watching
-from lowtide.torch.outputs import like_of
+from lowtide.torch.measure import storage_bytes, watching
+from lowtide.torch.meter import Meter
 from lowtide.torch.pieces import Piece, Snapshot, edges_of, has_gradient
 from lowtide.torch.walk import edge_set
 
@@ -62,63 +61,6 @@ class Costs:
         return slots_within(self.ways.single, budget)
 
 
-class _Meter:
-    """Bytes and seconds of the step that is being probed."""
-
-    def __init__(self, lean: LeanStep | None) -> None:
-        self.memory = Memory()
-        self._lean = lean
-        self.packed: set[int] = set()
-        self.forward = 0.0
-        self.taped = 0
-        self._room = 0  # the most that a step has needed while it ran, and no longer afterwards
-        self.before = self.after = 0
-        self.old: set[int] = set()
-
-    def seeing(self) -> AbstractContextManager[None]:
-        """Count what is made inside."""
-        return watching(self.memory)
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Watch one step being taped."""
-        self.packed.clear()
-        self.before = self.memory.now
-        self.old = self.memory.alive()
-        worst, self.memory.peak = self.memory.peak, self.memory.now
-        began = perf_counter()
-        hooks = torch.autograd.graph.saved_tensors_hooks
-        with hooks(self._pack, _unpack) if self._lean is None else self._lean.watched(self.packed):
-            yield
-        self.forward = perf_counter() - began
-        self.after = self.memory.now
-        self.taped = self.memory.peak - self.before
-        self._room = max(self._room, self.memory.peak - self.after)
-        self.memory.peak = max(self.memory.peak, worst)
-
-    def leave_room(self, leaves: list[torch.Tensor]) -> None:
-        """Let the last step have needed as much as any that made such leaves, if others may be traced yet."""
-        if self._lean is not None and self._lean.varies:
-            room = self._lean.room(tuple(like_of(leaf) for leaf in leaves), self._room)
-            self.taped = self.after - self.before + room
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.packed.add(tensor.untyped_storage()._cdata)
-        return tensor.detach()  # the tensor itself would keep the graph alive that made it
-
-    def made(self, leaf: torch.Tensor) -> bool:
-        """Whether the step made the leaf's storage."""
-        return self.memory.knows(leaf) and leaf.untyped_storage()._cdata not in self.old
-
-    def keeps(self, leaf: Any) -> bool:
-        """Whether the tape holds the leaf's storage."""
-        return isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self.packed
-
-
-def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def probe(
     engine: Engine,
     *,
@@ -144,7 +86,7 @@ def probe(
         goes_on: whether there is a step k; by default, if it is one of the loop's length.
     """
     goes_on = goes_on or (lambda k: k < engine.length)
-    meter = _Meter(engine.stepper.lean) if costs else None
+    meter = Meter(engine.stepper.lean) if costs else None
     with engine.ambient.uncached():
         with meter.seeing() if meter else nullcontext():
             piece = _first(engine, captures, meter)
@@ -184,7 +126,7 @@ def probe(
     return measured
 
 
-def _first(engine: Engine, captures: tuple[torch.Tensor, ...], meter: _Meter | None) -> Piece | None:
+def _first(engine: Engine, captures: tuple[torch.Tensor, ...], meter: Meter | None) -> Piece | None:
     """Step 0: find captured tensors, hidden state and generators. Its tape, if it can serve as one."""
     engine.first_flags = [has_gradient(leaf) for leaf in engine.stepper.init]
     watch, since = Watch(), now()
@@ -223,7 +165,7 @@ def _first(engine: Engine, captures: tuple[torch.Tensor, ...], meter: _Meter | N
     return None if captured.dependent or any(origins) else piece
 
 
-def _next(engine: Engine, k: int, snapshot: Snapshot, meter: _Meter | None) -> tuple[Piece, bool]:
+def _next(engine: Engine, k: int, snapshot: Snapshot, meter: Meter | None) -> tuple[Piece, bool]:
     """Step k: which parts of the state have a gradient now, and whether that is as before."""
     with meter.on() if meter else nullcontext():
         piece = engine.tape(k, k + 1, put=False)
@@ -237,7 +179,7 @@ def _next(engine: Engine, k: int, snapshot: Snapshot, meter: _Meter | None) -> t
     return piece, engine.profile.state == before
 
 
-def _rehearse(engine: Engine, meter: _Meter | None, *, keep: bool) -> tuple[Piece | None, list[Any]]:
+def _rehearse(engine: Engine, meter: Meter | None, *, keep: bool) -> tuple[Piece | None, list[Any]]:
     """The same steps once more, with lean tapes, now that it is known what a step depends on.
 
     In doing so the first ones are traced, and by now the last one has been: what is measured of it is what later ones
@@ -274,7 +216,7 @@ def _learn(engine: Engine, piece: Piece) -> None:
 
 def _costs(
     engine: Engine,
-    meter: _Meter,
+    meter: Meter,
     piece: Piece | None,
     before: list[Any],
     *,
@@ -335,7 +277,7 @@ def _pairs(before: list[Any], after: list[Any]) -> Iterator[tuple[Any, torch.Ten
             yield old, new
 
 
-def _pulled(engine: Engine, meter: _Meter, piece: Piece, after: list[Any], *, keep: bool) -> tuple[int, float]:
+def _pulled(engine: Engine, meter: Meter, piece: Piece, after: list[Any], *, keep: bool) -> tuple[int, float]:
     """Bytes, cotangents included, and seconds of pulling a step back; with zeros, which are as large as any."""
     before, worst = meter.memory.now, meter.memory.peak
     meter.memory.restart_peak()
