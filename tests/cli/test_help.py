@@ -35,6 +35,7 @@ def test_names_are_completed() -> None:
         "torch_rollouts",
         "torch_checkpoint",
         "torch_sequential",
+        "torch_lean",
     ]
     assert demo.complete_demo("") == list(lowtide.demo.NAMES)
 

@@ -21,6 +21,7 @@ PAGES = {name_of(page): page for page in pages()}
 PACKAGES = ("lowtide.torch", "lowtide.jax", "lowtide.brainstate", "lowtide.report")
 MORE = (
     "lowtide.StepCost",
+    "lowtide.TapeOption",
     "lowtide.planners.choose.choose",
     "lowtide.planners.frontier.frontier",
     "lowtide.torch.measure.peak",
@@ -29,7 +30,7 @@ MORE = (
     *(f"lowtide.torch.spiking.{name}" for name in ("ReluGrad", "Sigmoid", "ATan", "Triangle", "SuperSpike")),
 )
 # What is given, never called.
-RESULTS = {"Comparison", "Recording", "Story", "View", "tell"}
+RESULTS = {"Comparison", "LeanPoint", "Recording", "Story", "View", "tell"}
 
 
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if list(told(page))])

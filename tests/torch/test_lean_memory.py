@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  (everybody's name for it)
 
 import lowtide.torch as lt
 from lowtide.torch.bits import same_bits
+from tests.torch import test_lean_programs as drawn
 
 Function = Callable[..., Any]
 SAMPLE = 16 * 4  # bytes that are kept of a dropped tensor, to see that the same comes out again
@@ -81,6 +83,20 @@ def test_the_tape_weighs_what_its_point_says(name: str) -> None:
     for point in points:
         found = _tape_of(partial(lt.lean, module, x, tape=point.tape))
         assert point.tape <= found <= point.tape + SAMPLE * (3 * len(point.again) + 2)  # a norm gives three
+
+
+@drawn._with(25)
+@given(drawn.programs([*drawn.POINTWISE, *drawn.REDUCING, *drawn.PRODUCTS, *drawn.VIEWS, *drawn.RANDOM], copies=True))
+def test_the_tape_of_any_program_weighs_what_its_point_says(program: drawn.Program) -> None:
+    function = program.function()
+    _, arguments = drawn.Given("leaves").arguments(0)
+    for point in lt.lean_frontier(function, *arguments)[::3]:
+        with lt.measure.peak() as memory:
+            outputs = lt.lean(function, *arguments, tape=point.tape)
+            roots = [output.grad_fn for output in outputs]
+            del outputs
+            assert memory.now <= point.tape + SAMPLE * 3 * (len(point.again) + 1)
+            del roots
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -408,6 +408,9 @@ def _check(
                 assert str(error.least) in str(error).replace(",", "")  # noqa: PT017  (any size may be too small)
                 lean = around(partial(lt.lean, inside(function), tape=max(error.least, 1)))
                 found = _run(lean, given, number, context)
+        if _kind(found) == "backward" != _kind(expected):
+            # Checkpoints and hooks that copy hide that a saved tensor was changed. By itself the function fails, too.
+            expected = _run(function, given, number, nullcontext)
         assert _agree(expected, found), (number, _told(expected), _told(found))
 
 
