@@ -29,12 +29,13 @@ from lowtide.torch.traceless import Layer, left_as_it_was
 _MUCH = 2
 
 
-class _Dropped(Exception):  # noqa: N818  (it is no error)
+class Dropped(Exception):  # noqa: N818  (it is no error)
     """A layer pulls something back itself, and what that needs was not kept."""
 
 
-def _unpack_dropped(_: None) -> torch.Tensor:
-    raise _Dropped
+def unpack_dropped(_: None) -> torch.Tensor:
+    """The unpack hook of a run that keeps nothing."""
+    raise Dropped
 
 
 class _Enter(torch.autograd.Function):
@@ -100,7 +101,7 @@ class Groups:
         try:
             with left_as_it_was([self._layers[k]]):
                 return self._try_alone(k, state, names, drop=True)
-        except _Dropped:
+        except Dropped:
             with left_as_it_was([self._layers[k]]):
                 return self._try_alone(k, state, names, drop=False)
 
@@ -120,7 +121,7 @@ class Groups:
             return None if drop else tensor.detach()
 
         mark, began = len(log.events), perf_counter()
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack_dropped if drop else lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack_dropped if drop else lambda tensor: tensor)
         with watching(log), hooks:
             result = self._layers[k](given)
         seconds = perf_counter() - began

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.chain import Chain, StepCost, TapeOption, Working
 from lowtide.torch import recording
 from lowtide.torch.capture import now
 from lowtide.torch.checkpoint import checkpoint
 from lowtide.torch.layer_forms import lean_points, name_of_form, run_lean
-from lowtide.torch.layer_groups import Groups
+from lowtide.torch.layer_groups import Dropped, Groups, unpack_dropped
 from lowtide.torch.measure import storage_bytes, watching
 from lowtide.torch.notes import may_be_copied
 from lowtide.torch.step_pull import pulled, seed_of
@@ -186,9 +187,13 @@ class _Meter:
     def _passed(self, layers: tuple[Layer, ...], state: Any, names: dict[int, int], lean: int) -> int:
         """Most bytes, the state among them, while layers run with a lean tape of which nothing is kept."""
         log, mark = self._log, len(self._log.events)
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _never_asked)
-        with left_as_it_was(list(layers)), watching(log), hooks:
-            run_lean(layers, state, lean)
+        try:
+            with left_as_it_was(list(layers)), watching(log), saved_tensors_hooks(lambda _: None, unpack_dropped):
+                run_lean(layers, state, lean)
+        except Dropped:
+            mark = len(log.events)
+            with left_as_it_was(list(layers)), watching(log):
+                run_lean(layers, state, lean)
         return Places(log, state, names).bytes() + log.level(mark, len(log.events))[1]
 
     def _step(
@@ -265,13 +270,8 @@ class _Meter:
             packed.add(self._log.number(tensor))
             return tensor.detach()  # the tensor itself would keep the graph alive that made it
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-
-
-def _never_asked(_: None) -> torch.Tensor:  # pragma: no cover
-    """For a run that is not pulled back."""
-    raise AssertionError
 
 
 def _a_byte_less(cost: StepCost) -> StepCost:

@@ -126,8 +126,10 @@ class LeanTape:
         self._open(recipe, given)
         for slot in self._slots:
             assert slot.tensor is not None
-            if slot.tensor._version == slot.version:  # else it stays, for the error that it will be
+            if slot.tensor._version == slot.version:
                 self._settle(slot, slot.tensor)
+            elif self._around is not None:  # it stays, for the error that it will be, and is counted as in later calls
+                self._around[0](slot.tensor)
         self.close()
 
     def _open(self, recipe: Recipe, given: list[Any]) -> None:
