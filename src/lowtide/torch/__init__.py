@@ -9,7 +9,7 @@ from lowtide.torch.checkpoint import checkpoint
 from lowtide.torch.compare import Comparison, compare_gradients
 from lowtide.torch.inputs import Steps
 from lowtide.torch.lean import Lean, lean, lean_frontier
-from lowtide.torch.lean_recipe import LeanPoint
+from lowtide.torch.lean_graph import LeanPoint
 from lowtide.torch.loops import (
     checkpointed_for_loop,
     checkpointed_scan,

@@ -13,7 +13,7 @@ import torch
 from lowtide.chain import Chain
 from lowtide.errors import InputError
 from lowtide.torch.lean import can_lean, lean, lean_frontier
-from lowtide.torch.lean_recipe import LeanPoint
+from lowtide.torch.lean_graph import LeanPoint
 from lowtide.torch.step_seconds import through
 from lowtide.torch.traceless import Layer
 

@@ -21,7 +21,7 @@ from lowtide.checks import function as check_function
 from lowtide.errors import InputError
 from lowtide.sizes import parse_budget
 from lowtide.torch import recording
-from lowtide.torch.lean_recipe import Kitchen, LeanPoint
+from lowtide.torch.lean_graph import LeanGraph, LeanPoint
 from lowtide.torch.lean_tape import LeanTape
 from lowtide.torch.lean_trace import Trace, tracing
 from lowtide.torch.lean_watch import Sight
@@ -157,10 +157,10 @@ def _steps_aside() -> bool:
 class _Way:
     """One way in which calls of a kind go: for these numbers, but for those that make no difference."""
 
-    def __init__(self, numbers: list[Any], kitchen: Kitchen) -> None:
+    def __init__(self, numbers: list[Any], graph: LeanGraph) -> None:
         self._numbers = numbers
         self._free: set[int] = set()  # places of numbers that may be any
-        self.kitchen = kitchen
+        self.graph = graph
         self.is_doubted = False
 
     def doubt(self) -> None:
@@ -178,14 +178,14 @@ class _Way:
         pairs = enumerate(zip(numbers, self._numbers, strict=True))
         return all(now == then or place in self._free for place, (now, then) in pairs)
 
-    def takes_in(self, numbers: list[Any], kitchen: Kitchen) -> bool:
+    def takes_in(self, numbers: list[Any], graph: LeanGraph) -> bool:
         """Whether a call with other numbers did the same operations; those that differ are not run again any more."""
-        merged = self.kitchen.merged(kitchen)
+        merged = self.graph.merged(graph)
         if merged is None or len(numbers) != len(self._numbers):
             return False
         pairs = enumerate(zip(numbers, self._numbers, strict=True))
         self._free |= {place for place, (now, then) in pairs if now != then}
-        self.kitchen = merged
+        self.graph = merged
         self.is_doubted = False
         return True
 
@@ -216,10 +216,10 @@ class _Kind:
                 self._say("goes another way for each of many numbers that it is given or keeps")
                 return function(*args, **kwargs)
             result, way, lean_tape = self._trace(function, args, kwargs, sight)
-            lean_tape.close_traced(way.kitchen.recipe(tape), sight.tensors)
+            lean_tape.close_traced(way.graph.recipe(tape), sight.tensors)
             return result
         lean_tape = LeanTape(self._name, _top_hooks(False), way.doubt)
-        _push_hooks(lean_tape.packing(way.kitchen.recipe(tape), sight.tensors), lean_tape.unpack)
+        _push_hooks(lean_tape.packing(way.graph.recipe(tape), sight.tensors), lean_tape.unpack)
         try:
             result = function(*args, **kwargs)
         finally:
@@ -231,10 +231,10 @@ class _Kind:
             self._say("did not save what it saved when it was traced")
         return result
 
-    def traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sight: Sight) -> Kitchen:
+    def traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sight: Sight) -> LeanGraph:
         """The trace of such a call; it is made if there is none."""
         way = self._way(sight.numbers)
-        return (way or self._trace(function, args, kwargs, sight)[1]).kitchen
+        return (way or self._trace(function, args, kwargs, sight)[1]).graph
 
     def _trace(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sight: Sight
@@ -252,10 +252,10 @@ class _Kind:
                 result = function(*args, **kwargs)
         finally:
             _pop_hooks()
-        kitchen = Kitchen(trace, trace.given(sight.tensors), sight.arguments, lean_tape.held)
-        way = next((way for way in self._ways if way.takes_in(sight.numbers, kitchen)), None)
+        graph = LeanGraph(trace, trace.given(sight.tensors), sight.arguments, lean_tape.held)
+        way = next((way for way in self._ways if way.takes_in(sight.numbers, graph)), None)
         if way is None:
-            way = _Way(sight.numbers, kitchen)
+            way = _Way(sight.numbers, graph)
             self._ways.append(way)
         found.append(way)
         return result, way, lean_tape

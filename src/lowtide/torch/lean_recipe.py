@@ -1,27 +1,18 @@
-"""From a trace to recipes: which saved tensors are kept, which are dropped, and how each of those is made again.
-
-A `Kitchen` is a trace as a graph for the minimum cut, with its frontier; a `Recipe` is one cut, ready to run. Not at
-hand, and so never an ingredient, is what neither the call's arguments nor its modules nor autograd's packs hold.
-"""
+"""A cut, ready to run: which saved tensors are kept, which are dropped, and how each of those is made again."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import cached_property
-from time import perf_counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from lowtide.errors import BudgetError, InputError
-from lowtide.planners.cut import Cut, Operation, Value, everything, frontier, least_bytes
-from lowtide.sizes import format_size, parse_budget
-from lowtide.torch.lean_bits import bits_of
+from lowtide.planners.cut import Cut
 from lowtide.torch.lean_trace import Op, Trace, View
 
+if TYPE_CHECKING:
+    from lowtide.torch.lean_graph import LeanGraph
+
 KEEP, DROP, BITS = range(3)
-_NEXT_TO_NOTHING = 0.005  # of a whole tape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,237 +36,6 @@ class Source:
     base: View | None
 
 
-@dataclass(frozen=True, slots=True)
-class LeanPoint:
-    """A point of the frontier: a smaller tape for more time.
-
-    Attributes:
-        tape: bytes that are kept; arguments and parameters count only if nobody else would hold them.
-        seconds: of making the rest again, as measured.
-        plain_tape: bytes of the tape that keeps everything.
-        working: most bytes of values that were made again and are alive at once, in one backward of the function.
-        again: the operations that run again in the backward, by name, in order.
-        is_free: whether it is what `lean` does without being told: no heavy operation runs again.
-    """
-
-    tape: int
-    seconds: float
-    plain_tape: int
-    working: int
-    again: tuple[str, ...]
-    is_free: bool = False
-
-    def __str__(self) -> str:
-        share = f" ({self.tape / self.plain_tape:.0%} of {format_size(self.plain_tape)})" if self.plain_tape else ""
-        counts = Counter(name.removeprefix("aten.").split(".")[0] for name in self.again)
-        words = ", ".join(name if n == 1 else f"{n} {name}" for name, n in counts.items())
-        return f"tape {format_size(self.tape)}{share}, {self.seconds * 1e3:,.3g} ms to run again: {words or 'nothing'}"
-
-
-class Kitchen:
-    """A trace and what may be done with it.
-
-    Args:
-        trace: what the function did.
-        given: for each value that the call's arguments and modules have, where it is among them, and what view.
-        arguments: how many of them are arguments; the rest is there with or without a tape.
-        held: the tensors that were packed, for what only their values tell.
-    """
-
-    def __init__(
-        self, trace: Trace, given: dict[int, tuple[int, View]], arguments: int, held: list[torch.Tensor]
-    ) -> None:
-        self.trace = trace
-        self._given = given
-        self._arguments = arguments
-        self._packed = {pack.view.value for pack in trace.packs if pack.view is not None}
-        self._first: dict[int, int] = {}  # the first pack of each value since it was last changed
-        for index, pack in enumerate(trace.packs):
-            if pack.view is not None and not self.is_stale(index):
-                self._first.setdefault(pack.view.value, index)
-        self.bits = self._find_bits(held)
-        self._recipes: dict[int | str | None, Recipe] = {}
-
-    def is_stale(self, index: int) -> bool:
-        """Whether the value of a pack was changed in place after it."""
-        pack = self.trace.packs[index]
-        return pack.view is not None and pack.time < self.trace.values[pack.view.value].changed
-
-    # --- the graph
-
-    def _find_bits(self, held: list[torch.Tensor]) -> dict[int, tuple[int, float]]:
-        """For each value that can be kept in bits: the bytes and seconds that it takes."""
-        found = {}
-        for number, index in self._first.items():
-            value = self.trace.values[number]
-            if (value.two or value.dtype is torch.bool) and value.maker is not None and not value.odd:
-                began = perf_counter()
-                row = bits_of(held[index])
-                if row is not None:
-                    bits, tensor = row
-                    bits.tensor(tensor)
-                    found[number] = tensor.nbytes, perf_counter() - began
-        return found
-
-    @cached_property
-    def _numbers(self) -> list[int]:
-        """The trace's values in the order of the graph's."""
-        return list(self.trace.values)
-
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {number: place for place, number in enumerate(self._numbers)}
-
-    @cached_property
-    def _whole(self) -> int:
-        return sum(self.trace.values[number].bytes for number in self._packed)
-
-    @cached_property
-    def _values(self) -> list[Value]:
-        return [self._value(number) for number in self._numbers]
-
-    def _value(self, number: int) -> Value:
-        value, packed = self.trace.values[number], number in self._packed
-        if value.maker is None:
-            # Others hold it, unless it is an argument that autograd would not have saved.
-            free = packed or number not in self._given or self._given[number][0] >= self._arguments
-            return Value(0 if free else value.bytes, packed)
-        small = self.bits.get(number)
-        # What autograd does not save cannot be kept: it is made dearer than all that it does save.
-        return Value(value.bytes if packed else self._whole + 1, packed, small)
-
-    def _operations(self, heavy: bool) -> list[Operation]:
-        """The graph's operations; with `heavy`, matrix products and the like may run again too."""
-        return [
-            Operation(
-                tuple(self._places[number] for number in op.inputs),
-                tuple(dict.fromkeys(self._places[v.value] for v in op.outputs if v and self._makes(index, v.value))),
-                op.seconds if self._may_run(index, op) and (heavy or not op.is_heavy) else math.inf,
-            )
-            for index, op in enumerate(self.trace.ops)
-        ]
-
-    def _makes(self, index: int, number: int) -> bool:
-        return self.trace.values[number].maker == index
-
-    def _may_run(self, index: int, op: Op) -> bool:
-        """Whether it gives the same again: nothing that it reads or makes is changed later or out of reach."""
-        values = self.trace.values
-        if op.never:
-            return False
-        for number in op.inputs:
-            value = values[number]
-            if op.time < value.changed or value.odd:
-                return False
-            if (value.maker is None or value.changed >= 0) and not self._is_at_hand(number, op):
-                return False
-        return not any(values[view.value].changed >= 0 or values[view.value].odd for view in op.outputs if view)
-
-    def _is_at_hand(self, number: int, op: Op) -> bool:
-        """Whether what the operation reads of a value that it cannot be made from again is held by something."""
-        if number in self._given:
-            return True
-        if number not in self._first:
-            return False
-        view = self.trace.packs[self._first[number]].view
-        whole = self.trace.values[number].maker is not None
-        return whole or all(other == view for other in op.views() if other.value == number)
-
-    # --- the cuts
-
-    @cached_property
-    def _everything(self) -> Cut:
-        return everything(self._operations(heavy=True), self._values)
-
-    @cached_property
-    def _light(self) -> Cut:
-        """The least bytes without a heavy operation; those of values that are next to nothing do not count."""
-        little = self._whole * _NEXT_TO_NOTHING
-        values = [replace(value, bytes=0, small=None) if value.bytes < little else value for value in self._values]
-        cut = least_bytes(self._operations(heavy=False), values)
-        kept, small = sum(self._values[v].bytes for v in cut.kept), (self._values[v].small for v in cut.small)
-        return replace(cut, bytes=kept + sum(form[0] for form in small if form))
-
-    @cached_property
-    def _cuts(self) -> tuple[Cut, ...]:
-        """The frontier, from everything kept to the least bytes."""
-        cuts = sorted({*frontier(self._operations(heavy=True), self._values), self._light}, key=_price)
-        better: list[Cut] = []
-        for cut in cuts:
-            if not better or cut.bytes < better[-1].bytes:
-                better.append(cut)
-        return tuple(better)
-
-    def points(self) -> tuple[LeanPoint, ...]:
-        """The frontier."""
-        return tuple(self._point(cut) for cut in self._cuts)
-
-    def _point(self, cut: Cut) -> LeanPoint:
-        again = tuple(self.trace.ops[index].name for index in cut.rerun)
-        working = Recipe(self, cut).most_at_once({number: value.bytes for number, value in self.trace.values.items()})
-        return LeanPoint(cut.bytes, cut.seconds, self._everything.bytes, working, again, cut == self._light)
-
-    def recipe(self, tape: int | str | None) -> Recipe:
-        """The fastest recipe whose tape is so small; None: all that needs no heavy operation is dropped.
-
-        Raises:
-            BudgetError: there is none.
-        """
-        if tape not in self._recipes:
-            self._recipes[tape] = Recipe(self, self._chosen(tape))
-        return self._recipes[tape]
-
-    def _chosen(self, tape: int | str | None) -> Cut:
-        if tape is None:
-            return self._light
-        most = self._bytes(tape)
-        fitting = [cut for cut in (self._everything, *self._cuts) if cut.bytes <= most]
-        if not fitting:
-            ways = "give tape= more bytes, or run the whole function again with lt.checkpoint"
-            raise BudgetError(most, self._cuts[-1].bytes, ways)
-        return min(fitting, key=_price)
-
-    def _bytes(self, tape: int | str) -> int:
-        try:
-            return parse_budget(tape, self._everything.bytes)
-        except InputError:  # a share of next to nothing
-            return 0
-
-    def merged(self, other: Kitchen) -> Kitchen | None:
-        """Of two runs with the same operations: one in which those that differ in a number are not run again."""
-        ops, others = self.trace.ops, other.trace.ops
-        if len(ops) != len(others) or self._given != other._given or self.trace.packs != other.trace.packs:
-            return None
-        if any(
-            (a.func, a.inputs, a.outputs) != (b.func, b.inputs, b.outputs) for a, b in zip(ops, others, strict=True)
-        ):
-            return None
-        for op, again in zip(ops, others, strict=True):
-            if repr((op.args, op.kwargs)) != repr((again.args, again.kwargs)):  # which tells 0.0 from -0.0
-                again.never = "depends on a number that is not always the same"
-            again.never = again.never or op.never
-        return other
-
-    def source(self, number: int) -> Source:
-        """Where to find a value that is kept."""
-        if number in self._given:
-            return Source(-1, *self._given[number])
-        first = self._first[number]
-        return Source(first, -1, self.trace.packs[first].view if self.is_given(number) else None)
-
-    def named(self, cut: Cut) -> tuple[set[int], set[int]]:
-        """The values that a cut keeps in whole, and those that it keeps in bits, as the trace has them."""
-        return {self._numbers[place] for place in cut.kept}, {self._numbers[place] for place in cut.small}
-
-    def is_given(self, number: int) -> bool:
-        """Whether the value was there before the call."""
-        return self.trace.values[number].maker is None
-
-
-def _price(cut: Cut) -> tuple[float, int]:
-    return cut.seconds, cut.bytes
-
-
 class Recipe:
     """A cut, ready to run.
 
@@ -294,19 +54,18 @@ class Recipe:
         strides: by pack, those that it has to have, because it is not from this call and recipes read it.
     """
 
-    def __init__(self, kitchen: Kitchen, cut: Cut) -> None:
-        trace = kitchen.trace
-        kept, small = kitchen.named(cut)
+    def __init__(self, graph: LeanGraph, cut: Cut) -> None:
+        trace = graph.trace
+        kept, small = graph.named(cut)
         self.shapes = [pack.like[0] for pack in trace.packs]
         self.dtypes = [pack.like[1] for pack in trace.packs]
         self.nodes = [
-            pack.node if pack.view is not None and not kitchen.is_given(pack.view.value) else None
+            pack.node if pack.view is not None and not graph.is_given(pack.view.value) else None
             for pack in trace.packs  # an argument is a leaf in a rerun, whatever made it
         ]
         self.views: list[View | None] = [pack.view for pack in trace.packs]
         self.actions = [
-            KEEP if kitchen.is_stale(index) else self._action(view, kept, small)
-            for index, view in enumerate(self.views)
+            KEEP if graph.is_stale(index) else self._action(view, kept, small) for index, view in enumerate(self.views)
         ]
         self.replays: dict[int, Replay] = {}
         replays = [self._replay(trace, index) for index in cut.rerun]
@@ -317,7 +76,7 @@ class Recipe:
         self.sources: dict[int, dict[int, Source]] = {}
         self.release: dict[int, list[int]] = {}
         self.sampled: set[int] = set()
-        self._find_sources(kitchen)
+        self._find_sources(graph)
         found = {number: source for row in self.sources.values() for number, source in row.items()}
         self.given = {source.given: source.base for source in found.values() if source.base and source.pack < 0}
         self.bases = {number: source.base for number, source in found.items()}
@@ -376,13 +135,13 @@ class Recipe:
         )
         return Replay(op, op.inputs, makes)
 
-    def _find_sources(self, kitchen: Kitchen) -> None:
+    def _find_sources(self, graph: LeanGraph) -> None:
         """For each dropped pack: what its making starts from, and when that is there."""
         starts: dict[int, dict[int, Source]] = {}
         for replay in dict.fromkeys(self.replays.values()):  # in order: what it reads comes first
             row: dict[int, Source] = {}
             for number in replay.reads:
-                row |= starts[number] if number in self.replays else {number: kitchen.source(number)}
+                row |= starts[number] if number in self.replays else {number: graph.source(number)}
             starts |= dict.fromkeys((number for _, number in replay.makes), row)
         seen: set[int] = set()
         for index, view in enumerate(self.views):
@@ -397,5 +156,5 @@ class Recipe:
                     self.sampled.add(index)
             elif self.actions[index] == BITS:
                 assert view is not None
-                self.sources[index] = {view.value: kitchen.source(view.value)}
+                self.sources[index] = {view.value: graph.source(view.value)}
                 self.uses[view.value] += 1

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 import torch
 
 from lowtide.errors import CheckpointError
-from lowtide.torch.bits import same_bits, words
-from lowtide.torch.lean_bits import Bits, bits_of
+from lowtide.torch.bits import same_bits
+from lowtide.torch.lean_bits import bits_of
 from lowtide.torch.lean_recipe import DROP, KEEP, Recipe, Replay
+from lowtide.torch.lean_slots import Slot, restrided, sample_of, whole
 from lowtide.torch.lean_trace import View
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -25,27 +26,6 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 _at_the_end = torch.autograd.Variable._execution_engine.queue_callback
 _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 _without_autocast = torch._C._DisableAutocast
-_SAMPLE = 32  # how many numbers of a dropped tensor are looked at
-
-
-class Slot:
-    """A saved tensor: `tensor`, or what the hooks around made of it (`outer`), or the `value` that it is made from.
-
-    `sources` are the slots of the values that making it again starts from, where they are not this slot itself. With
-    `bits`, the tensor is the value's bits.
-    """
-
-    __slots__ = ("bits", "index", "outer", "settled", "sources", "tensor", "value", "version")
-
-    def __init__(self, index: int, tensor: torch.Tensor) -> None:
-        self.index = index
-        self.tensor: torch.Tensor | None = tensor.detach()
-        self.version = tensor._version  # when it was saved
-        self.settled = self.version  # when the call was over
-        self.value: int | None = None
-        self.bits: Bits | None = None
-        self.outer: Any = None
-        self.sources: dict[int, Slot] | None = None
 
 
 class LeanTape:
@@ -152,7 +132,7 @@ class LeanTape:
             if self._around is not None:
                 slot.value = recipe.origins.get(index)
                 if slot.value is not None and recipe.bases[slot.value] is None:
-                    tensor = _whole(tensor)  # others may give a copy back, of what they were given and no more
+                    tensor = whole(tensor)  # others may give a copy back, of what they were given and no more
                 self._hand_over(slot, tensor)
         elif action == DROP:
             if index in recipe.sampled:
@@ -167,7 +147,7 @@ class LeanTape:
         slot.outer, slot.tensor = self._around[0](tensor), None
 
     def _sample(self, value: int, tensor: torch.Tensor) -> None:
-        self._samples[value] = _sample_of(tensor.detach())
+        self._samples[value] = sample_of(tensor.detach())
 
     def _put_into_bits(self, slot: Slot, tensor: torch.Tensor) -> None:
         recipe = self._recipe
@@ -181,7 +161,7 @@ class LeanTape:
         if row is not None:
             slot.bits, kept = row
         else:  # this time it has other numbers
-            kept = _whole(tensor)
+            kept = whole(tensor)
         slot.tensor, slot.settled = kept, kept._version
         if self._around is not None:
             self._hand_over(slot, kept)
@@ -303,7 +283,7 @@ class LeanTape:
             assert self._around is not None
             tensor = self._around[1](source.outer)
             if base is not None and tensor.stride() != base.stride:
-                tensor = _restrided(tensor, base)
+                tensor = restrided(tensor, base)
         elif tensor._version != source.settled:
             self._was_changed(tensor, source.settled)
         elif tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -347,7 +327,7 @@ class LeanTape:
         sample = self._samples.get(value)
         if sample is None:
             return
-        again = _sample_of(tensor)
+        again = sample_of(tensor)
         if isinstance(sample, torch.Tensor) and isinstance(again, torch.Tensor):  # pragma: no cover  (needs a GPU)
             self._unsure.append((sample, again, how))
         elif sample != again:
@@ -395,25 +375,3 @@ def _forgetting(reference: weakref.ref[LeanTape]) -> Callable[[], None]:
             tape._forget()
 
     return forget
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the tensor's storage, flat."""
-    tensor = tensor.detach()
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-
-
-def _restrided(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    """A copy of the tensor with the view's strides."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
-    return tensor.new_empty(extent).as_strided(view.size, view.stride, 0).copy_(tensor)
-
-
-def _sample_of(tensor: torch.Tensor) -> int | torch.Tensor:
-    """What tells a few numbers of the tensor's storage from others; on a GPU, which would wait, those numbers."""
-    count = int(tensor.untyped_storage().nbytes() // tensor.element_size())
-    few = min(count, _SAMPLE)
-    sample = tensor.as_strided((few,), (count // few if few else 1,), 0)
-    if tensor.device.type != "cpu":  # pragma: no cover  (needs a GPU)
-        return sample.clone()
-    return hash(words(sample).numpy().tobytes())

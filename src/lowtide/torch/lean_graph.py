@@ -1,0 +1,255 @@
+"""A trace as a graph for the minimum cut: what may be made again, what keeping costs, and the frontier of all cuts.
+
+Not at hand, and so never read by a recipe, is what neither the call's arguments nor its modules nor autograd's packs
+hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from time import perf_counter
+
+import torch
+
+from lowtide.errors import BudgetError, InputError
+from lowtide.planners.cut import Cut, Operation, Value, everything, frontier, least_bytes
+from lowtide.sizes import format_size, parse_budget
+from lowtide.torch.lean_bits import bits_of
+from lowtide.torch.lean_recipe import Recipe, Source
+from lowtide.torch.lean_trace import Op, Trace, View
+
+_NEXT_TO_NOTHING = 0.005  # of a whole tape
+
+
+@dataclass(frozen=True, slots=True)
+class LeanPoint:
+    """A point of the frontier: a smaller tape for more time.
+
+    Attributes:
+        tape: bytes that are kept; arguments and parameters count only if nobody else would hold them.
+        seconds: of making the rest again, as measured.
+        plain_tape: bytes of the tape that keeps everything.
+        working: most bytes of values that were made again and are alive at once, in one backward of the function.
+        again: the operations that run again in the backward, by name, in order.
+        is_free: whether it is what `lean` does without being told: no heavy operation runs again.
+    """
+
+    tape: int
+    seconds: float
+    plain_tape: int
+    working: int
+    again: tuple[str, ...]
+    is_free: bool = False
+
+    def __str__(self) -> str:
+        share = f" ({self.tape / self.plain_tape:.0%} of {format_size(self.plain_tape)})" if self.plain_tape else ""
+        counts = Counter(name.removeprefix("aten.").split(".")[0] for name in self.again)
+        words = ", ".join(name if n == 1 else f"{n} {name}" for name, n in counts.items())
+        return f"tape {format_size(self.tape)}{share}, {self.seconds * 1e3:,.3g} ms to run again: {words or 'nothing'}"
+
+
+class LeanGraph:
+    """A trace and what may be done with it.
+
+    Args:
+        trace: what the function did.
+        given: for each value that the call's arguments and modules have, where it is among them, and what view.
+        arguments: how many of them are arguments; the rest is there with or without a tape.
+        held: the tensors that were packed, for what only their values tell.
+    """
+
+    def __init__(
+        self, trace: Trace, given: dict[int, tuple[int, View]], arguments: int, held: list[torch.Tensor]
+    ) -> None:
+        self.trace = trace
+        self._given = given
+        self._arguments = arguments
+        self._packed = {pack.view.value for pack in trace.packs if pack.view is not None}
+        self._first: dict[int, int] = {}  # the first pack of each value since it was last changed
+        for index, pack in enumerate(trace.packs):
+            if pack.view is not None and not self.is_stale(index):
+                self._first.setdefault(pack.view.value, index)
+        self.bits = self._find_bits(held)
+        self._recipes: dict[int | str | None, Recipe] = {}
+
+    def is_stale(self, index: int) -> bool:
+        """Whether the value of a pack was changed in place after it."""
+        pack = self.trace.packs[index]
+        return pack.view is not None and pack.time < self.trace.values[pack.view.value].changed
+
+    # --- the graph
+
+    def _find_bits(self, held: list[torch.Tensor]) -> dict[int, tuple[int, float]]:
+        """For each value that can be kept in bits: the bytes and seconds that it takes."""
+        found = {}
+        for number, index in self._first.items():
+            value = self.trace.values[number]
+            if (value.two or value.dtype is torch.bool) and value.maker is not None and not value.odd:
+                began = perf_counter()
+                row = bits_of(held[index])
+                if row is not None:
+                    bits, tensor = row
+                    bits.tensor(tensor)
+                    found[number] = tensor.nbytes, perf_counter() - began
+        return found
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        """The trace's values in the order of the graph's."""
+        return list(self.trace.values)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {number: place for place, number in enumerate(self._numbers)}
+
+    @cached_property
+    def _whole(self) -> int:
+        return sum(self.trace.values[number].bytes for number in self._packed)
+
+    @cached_property
+    def _values(self) -> list[Value]:
+        return [self._value(number) for number in self._numbers]
+
+    def _value(self, number: int) -> Value:
+        value, packed = self.trace.values[number], number in self._packed
+        if value.maker is None:
+            # Others hold it, unless it is an argument that autograd would not have saved.
+            free = packed or number not in self._given or self._given[number][0] >= self._arguments
+            return Value(0 if free else value.bytes, packed)
+        small = self.bits.get(number)
+        # What autograd does not save cannot be kept: it is made dearer than all that it does save.
+        return Value(value.bytes if packed else self._whole + 1, packed, small)
+
+    def _operations(self, heavy: bool) -> list[Operation]:
+        """The graph's operations; with `heavy`, matrix products and the like may run again too."""
+        return [
+            Operation(
+                tuple(self._places[number] for number in op.inputs),
+                tuple(dict.fromkeys(self._places[v.value] for v in op.outputs if v and self._makes(index, v.value))),
+                op.seconds if self._may_run(index, op) and (heavy or not op.is_heavy) else math.inf,
+            )
+            for index, op in enumerate(self.trace.ops)
+        ]
+
+    def _makes(self, index: int, number: int) -> bool:
+        return self.trace.values[number].maker == index
+
+    def _may_run(self, index: int, op: Op) -> bool:
+        """Whether it gives the same again: nothing that it reads or makes is changed later or out of reach."""
+        values = self.trace.values
+        if op.never:
+            return False
+        for number in op.inputs:
+            value = values[number]
+            if op.time < value.changed or value.odd:
+                return False
+            if (value.maker is None or value.changed >= 0) and not self._is_at_hand(number, op):
+                return False
+        return not any(values[view.value].changed >= 0 or values[view.value].odd for view in op.outputs if view)
+
+    def _is_at_hand(self, number: int, op: Op) -> bool:
+        """Whether what the operation reads of a value that it cannot be made from again is held by something."""
+        if number in self._given:
+            return True
+        if number not in self._first:
+            return False
+        view = self.trace.packs[self._first[number]].view
+        whole = self.trace.values[number].maker is not None
+        return whole or all(other == view for other in op.views() if other.value == number)
+
+    # --- the cuts
+
+    @cached_property
+    def _everything(self) -> Cut:
+        return everything(self._operations(heavy=True), self._values)
+
+    @cached_property
+    def _light(self) -> Cut:
+        """The least bytes without a heavy operation; those of values that are next to nothing do not count."""
+        little = self._whole * _NEXT_TO_NOTHING
+        values = [replace(value, bytes=0, small=None) if value.bytes < little else value for value in self._values]
+        cut = least_bytes(self._operations(heavy=False), values)
+        kept, small = sum(self._values[v].bytes for v in cut.kept), (self._values[v].small for v in cut.small)
+        return replace(cut, bytes=kept + sum(form[0] for form in small if form))
+
+    @cached_property
+    def _cuts(self) -> tuple[Cut, ...]:
+        """The frontier, from everything kept to the least bytes."""
+        cuts = sorted({*frontier(self._operations(heavy=True), self._values), self._light}, key=_price)
+        better: list[Cut] = []
+        for cut in cuts:
+            if not better or cut.bytes < better[-1].bytes:
+                better.append(cut)
+        return tuple(better)
+
+    def points(self) -> tuple[LeanPoint, ...]:
+        """The frontier."""
+        return tuple(self._point(cut) for cut in self._cuts)
+
+    def _point(self, cut: Cut) -> LeanPoint:
+        again = tuple(self.trace.ops[index].name for index in cut.rerun)
+        working = Recipe(self, cut).most_at_once({number: value.bytes for number, value in self.trace.values.items()})
+        return LeanPoint(cut.bytes, cut.seconds, self._everything.bytes, working, again, cut == self._light)
+
+    def recipe(self, tape: int | str | None) -> Recipe:
+        """The fastest recipe whose tape is so small; None: all that needs no heavy operation is dropped.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        if tape not in self._recipes:
+            self._recipes[tape] = Recipe(self, self._chosen(tape))
+        return self._recipes[tape]
+
+    def _chosen(self, tape: int | str | None) -> Cut:
+        if tape is None:
+            return self._light
+        most = self._bytes(tape)
+        fitting = [cut for cut in (self._everything, *self._cuts) if cut.bytes <= most]
+        if not fitting:
+            ways = "give tape= more bytes, or run the whole function again with lt.checkpoint"
+            raise BudgetError(most, self._cuts[-1].bytes, ways)
+        return min(fitting, key=_price)
+
+    def _bytes(self, tape: int | str) -> int:
+        try:
+            return parse_budget(tape, self._everything.bytes)
+        except InputError:  # a share of next to nothing
+            return 0
+
+    def merged(self, other: LeanGraph) -> LeanGraph | None:
+        """Of two runs with the same operations: one in which those that differ in a number are not run again."""
+        ops, others = self.trace.ops, other.trace.ops
+        if len(ops) != len(others) or self._given != other._given or self.trace.packs != other.trace.packs:
+            return None
+        if any(
+            (a.func, a.inputs, a.outputs) != (b.func, b.inputs, b.outputs) for a, b in zip(ops, others, strict=True)
+        ):
+            return None
+        for op, again in zip(ops, others, strict=True):
+            if repr((op.args, op.kwargs)) != repr((again.args, again.kwargs)):  # which tells 0.0 from -0.0
+                again.never = "depends on a number that is not always the same"
+            again.never = again.never or op.never
+        return other
+
+    def source(self, number: int) -> Source:
+        """Where to find a value that is kept."""
+        if number in self._given:
+            return Source(-1, *self._given[number])
+        first = self._first[number]
+        return Source(first, -1, self.trace.packs[first].view if self.is_given(number) else None)
+
+    def named(self, cut: Cut) -> tuple[set[int], set[int]]:
+        """The values that a cut keeps in whole, and those that it keeps in bits, as the trace has them."""
+        return {self._numbers[place] for place in cut.kept}, {self._numbers[place] for place in cut.small}
+
+    def is_given(self, number: int) -> bool:
+        """Whether the value was there before the call."""
+        return self.trace.values[number].maker is None
+
+
+def _price(cut: Cut) -> tuple[float, int]:
+    return cut.seconds, cut.bytes
