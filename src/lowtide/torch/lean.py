@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -60,10 +60,10 @@ def lean(function: Callable[..., Result], *args: Any, tape: int | str | None = N
         return function(*args, **kwargs)
     check_function(function, "function")
     _check_tape(tape)
-    sight = Sight(function, args, kwargs)
-    if not sight.is_plain:
+    found = look_up(function, args, kwargs)
+    if not found.sight.is_plain:
         return function(*args, **kwargs)
-    result: Result = _kind_of(sight, function).call(function, args, kwargs, sight, tape)
+    result: Result = found.kind.call(function, args, kwargs, found, tape)
     return result
 
 
@@ -76,8 +76,23 @@ def lean_frontier(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tu
     with torch.enable_grad():
         if _steps_aside():
             raise InputError("lean_frontier cannot trace inside a transform, another lean call or a fake mode")
-        sight = Sight(function, args, kwargs)
-        return _kind_of(sight, function).traced(function, args, kwargs, sight).points()
+        found = look_up(function, args, kwargs)
+        return found.kind.traced(function, args, kwargs, found).points()
+
+
+class Found(NamedTuple):
+    """A call, the kind of call that it is, and the way that it goes; None if that was not traced yet."""
+
+    sight: Sight
+    kind: _Kind
+    way: _Way | None
+
+
+def look_up(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """What is known about such a call."""
+    sight = Sight(function, args, kwargs)
+    kind = _kind_of(sight, function)
+    return Found(sight, kind, kind.way(sight.numbers))
 
 
 def can_lean(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
@@ -203,14 +218,18 @@ class _Kind:
         """Whether all that the key knows by identity is alive; another object may have that identity."""
         return all(anchor() is not None for anchor in self._anchors)
 
-    def _way(self, numbers: list[Any]) -> _Way | None:
-        return next((way for way in self._ways if way.is_for(numbers)), None)
+    def way(self, numbers: list[Any]) -> _Way | None:
+        """The way that calls with these numbers go, if it is known."""
+        for way in self._ways:
+            if way.is_for(numbers):
+                return way
+        return None
 
     def call(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sight: Sight, tape: int | str | None
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found, tape: int | str | None
     ) -> Any:
         """Call the function with a lean tape."""
-        way = self._way(sight.numbers)
+        sight, way = found.sight, found.way
         if way is None:
             if len(self._ways) >= _MOST_WAYS:
                 self._say("goes another way for each of many numbers that it is given or keeps")
@@ -231,10 +250,9 @@ class _Kind:
             self._say("did not save what it saved when it was traced")
         return result
 
-    def traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sight: Sight) -> LeanGraph:
+    def traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found) -> LeanGraph:
         """The trace of such a call; it is made if there is none."""
-        way = self._way(sight.numbers)
-        return (way or self._trace(function, args, kwargs, sight)[1]).graph
+        return (found.way or self._trace(function, args, kwargs, found.sight)[1]).graph
 
     def _trace(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sight: Sight

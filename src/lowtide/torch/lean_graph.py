@@ -169,7 +169,7 @@ class LeanGraph:
     @cached_property
     def _light(self) -> Cut:
         """The least bytes without a heavy operation; those of values that are next to nothing do not count."""
-        little = self._whole * _NEXT_TO_NOTHING
+        little = self._everything.bytes * _NEXT_TO_NOTHING
         values = [replace(value, bytes=0, small=None) if value.bytes < little else value for value in self._values]
         cut = least_bytes(self._operations(heavy=False), values)
         kept, small = sum(self._values[v].bytes for v in cut.kept), (self._values[v].small for v in cut.small)

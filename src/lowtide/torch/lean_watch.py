@@ -80,7 +80,7 @@ class Sight:
 
     def _see(self, thing: Any) -> None:
         kind = type(thing)
-        if kind in _TENSORS or isinstance(thing, torch.Tensor):
+        if kind in _TENSORS:
             self._see_tensor(thing)
         elif kind in _NUMBERS:
             self._key.append(kind)
@@ -93,10 +93,8 @@ class Sight:
                 self._see(part)
         elif isinstance(thing, list | dict):
             self._see_container(thing)
-        elif isinstance(thing, nn.Module):
-            self._key.append(id(thing))
-            self._modules.append(thing)
-            self.anchors.append(thing)
+        elif isinstance(thing, torch.Tensor):
+            self._see_tensor(thing)
         elif kind is slice:
             self._see((thing.start, thing.stop, thing.step))
         elif isinstance(thing, np.generic):
@@ -134,7 +132,9 @@ class Sight:
 
     def _see_function(self, function: Any) -> None:
         if isinstance(function, nn.Module):
-            self._see(function)
+            self._key.append(id(function))
+            self._modules.append(function)
+            self.anchors.append(function)
         elif isinstance(function, types.MethodType):
             self._see_function(function.__func__)
             self._see_function(function.__self__)
@@ -181,14 +181,12 @@ class Sight:
         parameters = [p for row, _ in own for p in row.values() if p is not None]
         if not _TENSORS.issuperset(map(type, parameters)):
             self.is_plain &= all(map(_is_ordinary, parameters))
-        for argument in self.tensors[: self.arguments]:
-            if type(argument) is nn.Parameter:  # perhaps one of those
-                self._key.append(tuple(k for k, p in enumerate(parameters) if p is argument))
+        if nn.Parameter in map(type, self.tensors[: self.arguments]):  # perhaps one of those
+            arguments = self.tensors[: self.arguments]
+            self._key += [k for k, p in enumerate(parameters) if any(p is argument for argument in arguments)]
         self._key += (tuple(hooks), tuple(map(_needs_gradient, parameters)), tuple(map(_dtype, parameters)))
         self.tensors += parameters
-        for _, buffers in own:
-            if buffers:
-                self.tensors += buffers.values()
+        self.tensors += [buffer for _, row in own for buffer in row.values()]
 
     def _see_aliases(self) -> None:
         """Tensors with one storage, and where they lie in it."""
@@ -244,7 +242,7 @@ class _Parts:
             or [id(child) for k in self._parents for child in inside[k]["_modules"].values()] != self._children
         ):
             return None
-        hooks = [len(before) + len(after) for before, after in map(_hooks, inside)]
+        hooks = list(map(len, chain.from_iterable(map(_hooks, inside))))
         return attributes, hooks, [_own(inside[k]) for k in self._holders]
 
 
