@@ -15,6 +15,12 @@ from tests.torch.blocks import BLOCKS, LANGUAGE_MODELS, Block, LanguageModel, Si
 from tests.torch.networks import differences
 
 PRECISIONS = ["float32", "autocast"]
+# Every block in one of them, and the others with the whole sweeps.
+CASES = [
+    pytest.param(name, precision, marks=() if (k + j) % 2 else pytest.mark.slow)
+    for k, name in enumerate(BLOCKS)
+    for j, precision in enumerate(PRECISIONS)
+]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -54,8 +60,7 @@ def _tape(call: Callable[..., Any], made: Block, precision: str) -> int:
     return held
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "precision"), CASES)
 def test_a_block_has_the_bits_of_the_plain_call(name: str, precision: str) -> None:
     made = block(name)
     expected = [_outcome(made.module, made, precision, seed) for seed in (3, 4)]
@@ -76,8 +81,7 @@ def test_a_block_that_is_evaluated_has_the_bits_of_the_plain_call(name: str) -> 
         assert differences(_outcome(lean.train(training), made, "float32"), expected) == []
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "precision"), CASES)
 def test_every_point_of_the_frontier_has_the_bits_of_the_plain_call(name: str, precision: str) -> None:
     made = block(name)
     expected = _outcome(made.module, made, precision)
@@ -91,8 +95,7 @@ def test_every_point_of_the_frontier_has_the_bits_of_the_plain_call(name: str, p
         assert differences(_outcome(lt.Lean(made.module, tape=tape), made, precision), expected) == []
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "precision"), CASES)
 def test_a_tape_has_the_bytes_that_its_point_says(name: str, precision: str) -> None:
     made = block(name, Size(width=64, tokens=32))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):

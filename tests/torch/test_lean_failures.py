@@ -14,24 +14,10 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import BudgetError, CheckpointError, InputError
-from lowtide.torch.bits import same_bits
+from tests.torch.lean_calls import Function, leaf, plainly, same
 
-Function = Callable[..., Any]
 CHANGED = "has been modified by an inplace operation"
 _scale = 2.0  # a global that some functions read
-
-
-def _leaf(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-
-
-def _plainly(function: Function, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def _same(left: Any, right: Any) -> None:
-    assert len(left) == len(right)
-    assert all(same_bits(a, b) for a, b in zip(left, right, strict=True))
 
 
 def _outcome(y: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -49,8 +35,8 @@ def _block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("call", [0, 1, 2], ids=["traced", "second", "third"])
 @pytest.mark.parametrize("which", ["argument", "parameter"])
 def test_a_changed_argument_is_the_error_that_autograd_gives(which: str, call: int) -> None:
-    for how in (_plainly, lt.lean):
-        x, w = _leaf(4, 4), _leaf(4, 4, seed=1)
+    for how in (plainly, lt.lean):
+        x, w = leaf(4, 4), leaf(4, 4, seed=1)
         function = _block if which == "argument" else lambda x, w=w: _block(x, w)
         for number in range(call + 1):
             y = how(function, x, w) if which == "argument" else how(function, x)
@@ -65,7 +51,7 @@ def test_a_changed_argument_is_the_error_that_autograd_gives(which: str, call: i
 @pytest.mark.parametrize("call", [0, 1])
 def test_an_argument_that_autograd_did_not_save(call: int) -> None:
     """Only making a value again reads it. A plain call has saved the value: it would not mind."""
-    x, w = _leaf(400), _leaf(400, seed=1)
+    x, w = leaf(400), leaf(400, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x + 1
@@ -83,13 +69,13 @@ def test_an_argument_that_autograd_did_not_save(call: int) -> None:
     except CheckpointError as error:
         assert CHANGED in str(error)  # noqa: PT017  (either is right)
     else:
-        _same(found, expected)
+        same(found, expected)
 
 
 @pytest.mark.parametrize("call", [0, 1])
 def test_a_parameter_that_only_a_recipe_reads(call: int) -> None:
     module = nn.LayerNorm(64)
-    x = _leaf(32, 64)
+    x = leaf(32, 64)
     for number in range(call + 1):
         y = lt.lean(lambda x: torch.sigmoid(module(x)) * x, x)
         if number < call:
@@ -103,13 +89,13 @@ def test_a_parameter_that_only_a_recipe_reads(call: int) -> None:
 @pytest.mark.parametrize("call", [0, 1])
 @pytest.mark.parametrize("what", ["kept", "output"])
 def test_a_kept_tensor_is_changed(what: str, call: int) -> None:
-    x, w = _leaf(4, 4), _leaf(4, 4, seed=1)
+    x, w = leaf(4, 4), leaf(4, 4, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = x @ w
         return y, y.sin().exp() if what == "kept" else y.square()
 
-    for how in (_plainly, lt.lean):
+    for how in (plainly, lt.lean):
         for _ in range(call + 1):
             y, z = how(function, x, w)
         y.detach().add_(1)
@@ -118,7 +104,7 @@ def test_a_kept_tensor_is_changed(what: str, call: int) -> None:
 
 
 def test_bits_are_of_the_moment_when_they_were_saved() -> None:
-    x = _leaf(400)
+    x = leaf(400)
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mask = torch.rand(400) > 0.5
@@ -134,7 +120,7 @@ def test_bits_are_of_the_moment_when_they_were_saved() -> None:
         except RuntimeError as error:
             assert CHANGED in str(error)  # noqa: PT017  (either is right)
         else:
-            _same(found, [expected])
+            same(found, [expected])
 
 
 # --- the call goes another way than the traced one
@@ -176,13 +162,13 @@ WAYS = [_other_count, _other_shape, _other_operation, _early_return, _other_orde
 @pytest.mark.parametrize("function", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("first", [1, -1])
 def test_it_is_right_and_says_so_once(function: Function, first: int) -> None:
-    x, w = _leaf(40).detach().abs(), _leaf(40, seed=1)
+    x, w = leaf(40).detach().abs(), leaf(40, seed=1)
     given = [(sign * first * x + 0.1 * k).requires_grad_() for k, sign in enumerate([1, -1, 1, -1, -1])]
     expected = [_outcome(function(one, w, ""), [one, w]) for one in given]
     with warnings.catch_warnings(record=True) as said, lt.record(memory=False) as receipt:
         warnings.simplefilter("always")
         for one, outcome in zip(given, expected, strict=True):
-            _same(_outcome(lt.lean(function, one, w, f"first {first}"), [one, w]), outcome)
+            same(_outcome(lt.lean(function, one, w, f"first {first}"), [one, w]), outcome)
     assert len(said) == 1 if receipt.kept_whole else not said
     assert receipt.kept_whole in ((3, 4) if function is _other_shape else (0, 3))  # all that differ, or none
     if said:
@@ -194,7 +180,7 @@ def test_it_is_right_and_says_so_once(function: Function, first: int) -> None:
 
 def test_more_operations_after_those_of_the_trace() -> None:
     """The packs of the trace all fit; there are more of them."""
-    x = _leaf(40)
+    x = leaf(40)
 
     def function(x: torch.Tensor, turns: list[int]) -> torch.Tensor:
         y = x.sin()
@@ -204,11 +190,11 @@ def test_more_operations_after_those_of_the_trace() -> None:
 
     for turns in ([0], [0, 1], [0, 1, 1], [0]):
         expected = _outcome(function(x, list(turns)), [x])
-        _same(_outcome(lt.lean(function, x, list(turns)), [x]), expected)
+        same(_outcome(lt.lean(function, x, list(turns)), [x]), expected)
 
 
 def test_a_function_that_goes_another_way_for_each_number() -> None:
-    x = _leaf(40)
+    x = leaf(40)
 
     def function(x: torch.Tensor, turns: int) -> torch.Tensor:
         for _ in range(turns):
@@ -218,14 +204,14 @@ def test_a_function_that_goes_another_way_for_each_number() -> None:
     with warnings.catch_warnings(record=True) as said, lt.record(memory=False) as receipt:
         warnings.simplefilter("always")
         for turns in range(1, 14):
-            _same(_outcome(lt.lean(function, x, turns), [x]), _outcome(function(x, turns), [x]))
+            same(_outcome(lt.lean(function, x, turns), [x]), _outcome(function(x, turns), [x]))
     assert len(said) == 1
     assert "many numbers" in str(said[0].message)
     assert receipt.kept_whole == 13 - 8
 
 
 def test_an_error_in_the_function_is_the_functions() -> None:
-    x = _leaf(4)
+    x = leaf(4)
     fails = [True]
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -241,12 +227,12 @@ def test_an_error_in_the_function_is_the_functions() -> None:
                 with pytest.raises(KeyError, match="mine"):
                     lt.lean(function, x)
             else:
-                _same(_outcome(lt.lean(function, x), [x]), _outcome(function(x), [x]))
+                same(_outcome(lt.lean(function, x), [x]), _outcome(function(x), [x]))
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_a_backward_that_fails_may_be_tried_again() -> None:
-    x, w = _leaf(40), _leaf(40, seed=1)
+    x, w = leaf(40), leaf(40, seed=1)
     fails = [True]
 
     def fail(grad: torch.Tensor) -> None:
@@ -265,8 +251,8 @@ def test_a_backward_that_fails_may_be_tried_again() -> None:
             torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
         fails[0] = False
         found = torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
-        _same(found, torch.autograd.grad(function(x, w).sum(), [x, w]))
-        _same(torch.autograd.grad(y.sum(), [x, w]), found)
+        same(found, torch.autograd.grad(function(x, w).sum(), [x, w]))
+        same(torch.autograd.grad(y.sum(), [x, w]), found)
 
 
 # --- something that nobody can see
@@ -282,8 +268,8 @@ def _draws_from_numpy(x: torch.Tensor) -> torch.Tensor:
 
 def test_a_global_number_is_no_silent_error() -> None:
     global _scale
-    x = _leaf(40)
-    _same(_outcome(lt.lean(_reads_a_global, x), [x]), _outcome(_reads_a_global(x), [x]))
+    x = leaf(40)
+    same(_outcome(lt.lean(_reads_a_global, x), [x]), _outcome(_reads_a_global(x), [x]))
     _scale = 3.0
     try:
         y = lt.lean(_reads_a_global, x)
@@ -293,13 +279,13 @@ def test_a_global_number_is_no_silent_error() -> None:
             assert word in str(caught.value)
         # From now on it is known.
         for _scale in (3.0, 4.0, 5.0):
-            _same(_outcome(lt.lean(_reads_a_global, x), [x]), _outcome(_reads_a_global(x), [x]))
+            same(_outcome(lt.lean(_reads_a_global, x), [x]), _outcome(_reads_a_global(x), [x]))
     finally:
         _scale = 2.0
 
 
 def test_numbers_of_numpy_are_no_silent_error() -> None:
-    x = _leaf(40)
+    x = leaf(40)
     errors = 0
     for number in range(6):
         np.random.seed(number)  # noqa: NPY002
@@ -307,7 +293,7 @@ def test_numbers_of_numpy_are_no_silent_error() -> None:
         np.random.seed(number)  # noqa: NPY002
         y = lt.lean(_draws_from_numpy, x)
         try:
-            _same(_outcome(y, [x]), expected)
+            same(_outcome(y, [x]), expected)
         except CheckpointError as error:
             assert "_draws_from_numpy" in str(error)  # noqa: PT017  (either is right)
             errors += 1
@@ -317,7 +303,7 @@ def test_numbers_of_numpy_are_no_silent_error() -> None:
 @pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: float(t.numpy()), lambda t: t.item(), float, int])
 def test_a_number_that_was_read_from_a_tensor(read: Callable[[torch.Tensor], float]) -> None:
     """A plain call repeats nothing; a lean one is as right, or says what it could not see."""
-    x = _leaf(40)
+    x = leaf(40)
 
     def function(x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         return (x.sin() * read(number)).exp() * x
@@ -326,7 +312,7 @@ def test_a_number_that_was_read_from_a_tensor(read: Callable[[torch.Tensor], flo
     for number in range(5):
         given = torch.tensor(number + 1.25)
         try:
-            _same(_outcome(lt.lean(function, x, given), [x]), _outcome(function(x, given), [x]))
+            same(_outcome(lt.lean(function, x, given), [x]), _outcome(function(x, given), [x]))
         except CheckpointError:
             errors += 1
     assert errors <= 1
@@ -373,7 +359,7 @@ def test_a_parameter_whose_memory_is_gone(calls: int) -> None:
 
 @pytest.mark.parametrize("tape", ["half", "0%", "101%", "-5", "12.5", -1, 1.5, True, [1], "", "5 bananas", b"5%"])
 def test_tapes_that_are_none(tape: Any) -> None:
-    x = _leaf(4)
+    x = leaf(4)
     with pytest.raises(InputError):
         lt.Lean(nn.Tanh(), tape=tape)
     with pytest.raises(InputError):
@@ -385,7 +371,7 @@ def test_tapes_that_are_none(tape: Any) -> None:
 
 @pytest.mark.parametrize("call", [0, 1])
 def test_a_tape_that_cannot_be_so_small(call: int) -> None:
-    x, w = _leaf(64, 64), _leaf(64, 64, seed=1)
+    x, w = leaf(64, 64), leaf(64, 64, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = torch.nn.functional.dropout((x @ w).sigmoid() * w, 0.3)
@@ -403,7 +389,7 @@ def test_a_tape_that_cannot_be_so_small(call: int) -> None:
     for way in (partial(lt.lean, function, tape=caught.value.least), function):
         torch.manual_seed(0)
         outcomes.append(_outcome(way(x, w), [x, w]))
-    _same(*outcomes)
+    same(*outcomes)
 
 
 @pytest.mark.parametrize("function", [None, 3, "name", [torch.sin]])

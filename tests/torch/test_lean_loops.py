@@ -131,14 +131,21 @@ def _recurrent(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
 
 
 LEAN_MODELS = {**MODELS, "recurrent": _recurrent}
-CASES = [
-    (name, width, batch, length, share, x_grads)
-    for seed in range(2)
-    for name in LEAN_MODELS
-    for rng in [random.Random(f"lean {seed} {name}")]
-    for width, batch, length in [(rng.randint(2, 70), rng.randint(1, 40), rng.randint(2, 200))]
-    for share, x_grads in [(rng.choice([0.02, 0.1, 0.3, 0.8]), rng.random() < 0.4)]
-]
+
+
+def _cases(seeds: int, longest: int) -> list[Any]:
+    return [
+        (name, width, batch, length, share, x_grads)
+        for seed in range(seeds)
+        for name in LEAN_MODELS
+        for rng in [random.Random(f"lean {seed} {name}")]
+        for width, batch, length in [(rng.randint(2, 70), rng.randint(1, 40), rng.randint(10, longest))]
+        for share, x_grads in [(rng.choice([0.02, 0.1, 0.3, 0.8]), rng.random() < 0.4)]
+    ]
+
+
+# The runs for the least budget, which has room for one snapshot, grow with the square of the length.
+CASES = [*_cases(1, 40), *(pytest.param(case, marks=pytest.mark.slow) for case in _cases(3, 200))]
 
 
 def _least(model: Any, xs: Any, **options: Any) -> int:

@@ -38,6 +38,8 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 _MOST_KINDS = 512  # of calls that are remembered
 _MOST_WAYS = 8  # in which one kind of call may go, depending on numbers
+_MISFITS = 3  # calls in a row that do not go as they were traced, after which the next one is traced
+_MOST_LOOKS = 3  # so often
 
 
 def lean(function: Callable[..., Result], *args: Any, tape: int | str | None = None, **kwargs: Any) -> Result:
@@ -129,8 +131,13 @@ class Lean(nn.Module):
         self.training = mode
         return self
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._module._save_to_state_dict(*args, **kwargs)
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `nn.Module`."""
+        return self._module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `nn.Module`."""
+        return self._module.load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._module._load_from_state_dict(*args, **kwargs)
@@ -195,11 +202,14 @@ class _Way:
 
     def takes_in(self, numbers: list[Any], graph: LeanGraph) -> bool:
         """Whether a call with other numbers did the same operations; those that differ are not run again any more."""
-        merged = self.graph.merged(graph)
-        if merged is None or len(numbers) != len(self._numbers):
+        if len(numbers) != len(self._numbers):
             return False
         pairs = enumerate(zip(numbers, self._numbers, strict=True))
-        self._free |= {place for place, (now, then) in pairs if now != then}
+        free = self._free | {place for place, (now, then) in pairs if now != then}
+        merged = self.graph.merged(graph, numbers_differ=bool(free))
+        if merged is None:
+            return False
+        self._free = free
         self.graph = merged
         self.is_doubted = False
         return True
@@ -208,11 +218,13 @@ class _Way:
 class _Kind:
     """All calls with one key."""
 
-    def __init__(self, anchors: list[Any], name: str) -> None:
-        self._anchors = [_reference(anchor) for anchor in anchors]
+    def __init__(self, anchors: list[nn.Module], name: str) -> None:
+        self._anchors = [weakref.ref(anchor) for anchor in anchors]
         self._name = name
         self._ways: list[_Way] = []
         self._said = False
+        self._misfits = 0  # one after the other
+        self._looks = 0  # because of them
 
     def is_there(self) -> bool:
         """Whether all that the key knows by identity is alive; another object may have that identity."""
@@ -244,9 +256,15 @@ class _Kind:
         finally:
             _pop_hooks()
         lean_tape.close()
-        if lean_tape.is_outdated:
-            self._ways = [other for other in self._ways if other is not way]
-        elif not lean_tape.fits:
+        if lean_tape.fits:
+            self._misfits = 0
+        elif lean_tape.is_outdated:
+            way.doubt()
+        else:
+            self._misfits += 1
+            if self._misfits == _MISFITS and self._looks < _MOST_LOOKS:  # it goes otherwise from now on: look again
+                self._misfits, self._looks = 0, self._looks + 1
+                way.doubt()
             self._say("did not save what it saved when it was traced")
         return result
 
@@ -268,9 +286,13 @@ class _Kind:
         try:
             with tracing(trace):
                 result = function(*args, **kwargs)
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):
+                error.add_note(f"{self._name} was called by lean, which needs them: call it without")
+            raise
         finally:
             _pop_hooks()
-        graph = LeanGraph(trace, trace.given(sight.tensors), sight.arguments, lean_tape.held)
+        graph = LeanGraph(trace, *trace.given(sight.tensors), sight.arguments, lean_tape.held)
         way = next((way for way in self._ways if way.takes_in(sight.numbers, graph)), None)
         if way is None:
             way = _Way(sight.numbers, graph)
@@ -287,13 +309,6 @@ class _Kind:
                 "receipts count these calls as kept_whole",
                 stacklevel=4,
             )
-
-
-def _reference(anchor: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(anchor)
-    except TypeError:  # it cannot have one: it stays
-        return lambda: anchor
 
 
 _lock = threading.Lock()

@@ -21,7 +21,7 @@ from lowtide.torch.lean_bits import bits_of
 from lowtide.torch.lean_recipe import Recipe, Source
 from lowtide.torch.lean_trace import Op, Trace, View
 
-_NEXT_TO_NOTHING = 0.005  # of a whole tape
+_NEXT_TO_NOTHING = 0.01  # of the largest value that is saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,22 @@ class LeanGraph:
     Args:
         trace: what the function did.
         given: for each value that the call's arguments and modules have, where it is among them, and what view.
+        ties: for such places, others with the same tensor.
         arguments: how many of them are arguments; the rest is there with or without a tape.
         held: the tensors that were packed, for what only their values tell.
     """
 
     def __init__(
-        self, trace: Trace, given: dict[int, tuple[int, View]], arguments: int, held: list[torch.Tensor]
+        self,
+        trace: Trace,
+        given: dict[int, tuple[int, View]],
+        ties: dict[int, list[int]],
+        arguments: int,
+        held: list[torch.Tensor],
     ) -> None:
         self.trace = trace
         self._given = given
+        self.ties = ties
         self._arguments = arguments
         self._packed = {pack.view.value for pack in trace.packs if pack.view is not None}
         self._first: dict[int, int] = {}  # the first pack of each value since it was last changed
@@ -152,7 +159,7 @@ class LeanGraph:
 
     def _is_at_hand(self, number: int, op: Op) -> bool:
         """Whether what the operation reads of a value that it cannot be made from again is held by something."""
-        if number in self._given:
+        if number in self._given and self.trace.values[number].changed < 0:
             return True
         if number not in self._first:
             return False
@@ -169,7 +176,7 @@ class LeanGraph:
     @cached_property
     def _light(self) -> Cut:
         """The least bytes without a heavy operation; those of values that are next to nothing do not count."""
-        little = self._everything.bytes * _NEXT_TO_NOTHING
+        little = max((value.bytes for value in self._values if value.needed), default=0) * _NEXT_TO_NOTHING
         values = [replace(value, bytes=0, small=None) if value.bytes < little else value for value in self._values]
         cut = least_bytes(self._operations(heavy=False), values)
         kept, small = sum(self._values[v].bytes for v in cut.kept), (self._values[v].small for v in cut.small)
@@ -220,8 +227,11 @@ class LeanGraph:
         except InputError:  # a share of next to nothing
             return 0
 
-    def merged(self, other: LeanGraph) -> LeanGraph | None:
-        """Of two runs with the same operations: one in which those that differ in a number are not run again."""
+    def merged(self, other: LeanGraph, *, numbers_differ: bool) -> LeanGraph | None:
+        """Of two runs with the same operations: one in which those that differ in a number are not run again.
+
+        Where the runs were given different numbers, that may still come for others: none that has a number is.
+        """
         ops, others = self.trace.ops, other.trace.ops
         if len(ops) != len(others) or self._given != other._given or self.trace.packs != other.trace.packs:
             return None
@@ -232,12 +242,14 @@ class LeanGraph:
         for op, again in zip(ops, others, strict=True):
             if repr((op.args, op.kwargs)) != repr((again.args, again.kwargs)):  # which tells 0.0 from -0.0
                 again.never = "depends on a number that is not always the same"
+            elif numbers_differ and again.has_numbers:
+                again.never = "may depend on a number that is not always the same"
             again.never = again.never or op.never
         return other
 
     def source(self, number: int) -> Source:
         """Where to find a value that is kept."""
-        if number in self._given:
+        if number in self._given and self.trace.values[number].changed < 0:
             return Source(-1, *self._given[number])
         first = self._first[number]
         return Source(first, -1, self.trace.packs[first].view if self.is_given(number) else None)

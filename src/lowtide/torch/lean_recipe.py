@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from lowtide.planners.cut import Cut
 from lowtide.torch.lean_trace import Op, Trace, View
 
@@ -13,6 +15,18 @@ if TYPE_CHECKING:
     from lowtide.torch.lean_graph import LeanGraph
 
 KEEP, DROP, BITS = range(3)
+_aten = torch.ops.aten
+# Operations that go element by element, and their forms that write into a tensor that is given.
+IN_PLACE = {
+    _aten.mul.Tensor: _aten.mul.out,
+    _aten.add.Tensor: _aten.add.out,
+    _aten.sub.Tensor: _aten.sub.out,
+    _aten.div.Tensor: _aten.div.out,
+    _aten.tanh.default: _aten.tanh.out,
+    _aten.exp.default: _aten.exp.out,
+    _aten.sigmoid.default: _aten.sigmoid.out,
+    _aten.neg.default: _aten.neg.out,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +65,10 @@ class Recipe:
         given: which of the call's arguments and modules' tensors are read, and what view each is.
         bases: by value that making something starts from, the view that is found; see `Source`.
         origins: by pack, the values that are read from it.
-        strides: by pack, those that it has to have, because it is not from this call and recipes read it.
+        strides: by pack that recipes read from, those that it has to have.
+        places: by pack that is made again, where it has to lie in its storage, and its strides.
+        ties: by tensor in `given`, others that were given and that have the same storage.
+        in_place: for operations whose result may overwrite an argument: which.
     """
 
     def __init__(self, graph: LeanGraph, cut: Cut) -> None:
@@ -67,6 +84,7 @@ class Recipe:
         self.actions = [
             KEEP if graph.is_stale(index) else self._action(view, kept, small) for index, view in enumerate(self.views)
         ]
+        self._packed = {view.value for view in self.views if view is not None}
         self.replays: dict[int, Replay] = {}
         replays = [self._replay(trace, index) for index in cut.rerun]
         for replay in replays:
@@ -81,9 +99,29 @@ class Recipe:
         self.given = {source.given: source.base for source in found.values() if source.base and source.pack < 0}
         self.bases = {number: source.base for number, source in found.items()}
         self.origins = {source.pack: number for number, source in found.items() if source.pack >= 0}
+        self.in_place = {replay: place for replay in replays if (place := self._spare(trace, replay)) is not None}
+        # Where a tensor lies matters for those that recipes read from, and for those that are made again.
+        self.strides = {pack: view.stride for pack in self.origins if (view := self.views[pack]) is not None}
+        self.places = {pack: (view.offset, view.stride) for pack in self.sources if (view := self.views[pack])}
+        self.ties = {place: graph.ties[place] for place in self.given if place in graph.ties}
 
-        bases = [(pack, self.bases[number]) for pack, number in self.origins.items()]
-        self.strides = {pack: base.stride for pack, base in bases if base is not None}
+    def _spare(self, trace: Trace, replay: Replay) -> int | None:
+        """The place of an argument that nobody reads after the operation, and that its result fits into."""
+        op = replay.op
+        if op.func not in IN_PLACE or len(op.outputs) != 1:
+            return None
+        (result,) = op.outputs
+        for place, view in enumerate(op.args):
+            if type(view) is View and result is not None and view[1:] == result[1:]:
+                value, made = trace.values[view.value], trace.values[result.value]
+                passing = view.value in self.replays and self.uses[view.value] == 1
+                if (
+                    passing
+                    and (value.dtype, value.bytes) == (made.dtype, made.bytes)
+                    and view.value not in self._packed
+                ):
+                    return place
+        return None
 
     def most_at_once(self, sizes: dict[int, int]) -> int:
         """Most bytes of values made again that are alive at once, if packs are asked for from the last to the first."""

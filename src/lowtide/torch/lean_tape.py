@@ -17,7 +17,7 @@ import torch
 from lowtide.errors import CheckpointError
 from lowtide.torch.bits import same_bits
 from lowtide.torch.lean_bits import bits_of
-from lowtide.torch.lean_recipe import DROP, KEEP, Recipe, Replay
+from lowtide.torch.lean_recipe import DROP, IN_PLACE, KEEP, Recipe, Replay
 from lowtide.torch.lean_slots import Slot, restrided, sample_of, whole
 from lowtide.torch.lean_trace import View
 
@@ -79,7 +79,7 @@ class LeanTape:
         """The pack hook of a call that goes by a recipe."""
         self._open(recipe, given)
         shapes, dtypes, nodes, slots = recipe.shapes, recipe.dtypes, recipe.nodes, self._slots
-        count, settle = len(shapes), self._settle
+        count, settle, places, strides = len(shapes), self._settle, recipe.places, recipe.strides
 
         def pack(tensor: torch.Tensor) -> Slot:
             index = len(slots)
@@ -91,6 +91,8 @@ class LeanTape:
                 and tensor.shape == shapes[index]
                 and tensor.dtype is dtypes[index]
                 and (nodes[index] is None or type(tensor.grad_fn) is nodes[index])
+                and (index not in places or (tensor.storage_offset(), tensor.stride()) == places[index])
+                and (index not in strides or tensor.stride() == strides[index])
             ):
                 settle(slot, tensor)
             else:
@@ -116,7 +118,8 @@ class LeanTape:
         self._recipe = recipe
         for place, view in recipe.given.items():
             tensor = given[place]
-            if tensor is None or tensor.shape != view.size or tensor.stride() != view.stride:
+            untied = any(given[other].data_ptr() != tensor.data_ptr() for other in recipe.ties.get(place, ()))
+            if untied or tensor.shape != view.size or tensor.stride() != view.stride:
                 self.fits, self.is_outdated = False, True
                 return
             self._given[place] = Slot(-1, tensor)
@@ -126,8 +129,6 @@ class LeanTape:
         recipe, index = self._recipe, slot.index
         assert recipe is not None
         action = recipe.actions[index]
-        if index in recipe.strides and tensor.stride() != recipe.strides[index]:
-            self.fits = False
         if action == KEEP:
             if self._around is not None:
                 slot.value = recipe.origins.get(index)
@@ -302,15 +303,21 @@ class LeanTape:
 
     def _run(self, replay: Replay, wanted: int) -> None:
         op, values, shifts = replay.op, self._values, self._shifts
+        assert self._recipe is not None
         try:
             with _below_autograd(), _without_autocast():
                 args = [_filled(argument, values, shifts) for argument in op.args]
                 kwargs = {name: _filled(argument, values, shifts) for name, argument in op.kwargs.items()}
-                result = op.func(*args, **kwargs)
+                spare = self._recipe.in_place.get(replay)
+                if spare is None:
+                    result = op.func(*args, **kwargs)
+                else:
+                    result = IN_PLACE[op.func](*args, **kwargs, out=args[spare])
         except torch.OutOfMemoryError as error:  # pragma: no cover  (needs a GPU)
             error.add_note(f"while {op.name} of {self._name} ran again for the backward")
             raise
         except Exception as error:
+            self._let_go()
             raise CheckpointError(
                 f"{op.name}, an operation of {self._name}, was run again for the backward and failed: {error}"
             ) from error

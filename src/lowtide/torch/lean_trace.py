@@ -7,12 +7,14 @@ changed later, or is not one of torch's own.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,6 +55,83 @@ _HEAVY = (
 _RESHAPED = frozenset({"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"})
 # What gives numbers to Python and others without being an operation.
 _READING = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
+# Operations whose numbers, if they have any, are shapes and dimensions, or matter for nearly every element: should one
+# change unseen, a few elements tell. Others, such as a bound or a threshold, may matter for one element in a million.
+_DENSE = frozenset(
+    {
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "pow",
+        "native_layer_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit_no_training",
+        "_softmax",
+        "_log_softmax",
+        "mean",
+        "sum",
+        "prod",
+        "var",
+        "var_mean",
+        "std",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "logsumexp",
+        "cumsum",
+        "cumprod",
+        "cat",
+        "stack",
+        "gelu",
+        "silu",
+        "elu",
+        "leaky_relu",
+        "glu",
+        "clone",
+        "_to_copy",
+        "index_select",
+        "gather",
+        "embedding",
+        "repeat",
+        "flip",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "linalg_vector_norm",
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addmv",
+        "convolution",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "avg_pool2d",
+        "max_pool2d_with_indices",
+        "_adaptive_avg_pool2d",
+        "upsample_nearest2d",
+        "upsample_bilinear2d",
+        "arange",
+        "full",
+        "zeros",
+        "ones",
+        "scalar_tensor",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "_fused_rms_norm",
+        "rms_norm",
+    }
+)
 # Two values stay two values.
 _SCALING = frozenset({"mul", "div", "mul_", "div_"})
 _SHORT = 0.02  # seconds; what takes less is timed again, because the first time often takes longer
@@ -125,6 +204,11 @@ class Op:
         return [part for part in tree_leaves((self.args, self.kwargs), is_leaf=_is_view) if _is_view(part)]
 
     @property
+    def has_numbers(self) -> bool:
+        """Whether one of its arguments is a number."""
+        return _has_numbers(tree_leaves((self.args, self.kwargs), is_leaf=_is_view))
+
+    @property
     def is_heavy(self) -> bool:
         """Whether it is a matrix product, a convolution, attention or the like."""
         word = _word(self.func).strip("_")
@@ -178,12 +262,13 @@ class Trace:
         node = None if tensor.grad_fn is None or tensor.grad_fn.name() in _RESHAPED else type(tensor.grad_fn)
         self.packs.append(Pack(view, (tensor.shape, tensor.dtype), node, self.time))
 
-    def given(self, tensors: Iterable[Any]) -> dict[int, tuple[int, View]]:
-        """For each value that one of the tensors has: which tensor, and what view that is.
+    def given(self, tensors: Iterable[Any]) -> tuple[dict[int, tuple[int, View]], dict[int, list[int]]]:
+        """For each value that one of the tensors has: which tensor, and what view that is; for those, others like it.
 
         Not for a value that two of them have different parts of.
         """
         found: dict[int, tuple[int, View]] = {}
+        ties: dict[int, list[int]] = {}
         parted: set[int] = {0}
         for place, tensor in enumerate(tensors):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
@@ -192,7 +277,13 @@ class Trace:
                     row = found.setdefault(number, (place, self.view(tensor)))
                     if row[1] != self.view(tensor):
                         parted.add(number)
-        return {number: row for number, row in found.items() if number not in parted}
+                    elif row[0] != place:
+                        ties.setdefault(row[0], []).append(place)
+        return {number: row for number, row in found.items() if number not in parted}, ties
+
+
+def _has_numbers(leaves: list[Any]) -> bool:
+    return any(type(leaf) is int or type(leaf) is float for leaf in leaves)
 
 
 def _is_view(thing: Any) -> bool:
@@ -206,8 +297,17 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 @contextmanager
 def tracing(trace: Trace) -> Iterator[None]:
     """Watch the operations inside."""
+    before = _other_randomness()
     with _Reading(trace), _Tracing(trace):
         yield
+    if _other_randomness() != before:  # other numbers were drawn than torch's, and will be others in the next call
+        for op in trace.ops:
+            if op.has_numbers:
+                op.never = op.never or "may depend on a random number of Python's or numpy's"
+
+
+def _other_randomness() -> tuple[Any, ...]:
+    return random.getstate(), str(np.random.get_state(legacy=False))  # noqa: NPY002  (what functions use)
 
 
 class _Reading(TorchFunctionMode):
@@ -233,7 +333,8 @@ class _Tracing(TorchDispatchMode):
         kwargs = kwargs or {}
         trace = self._trace
         trace.time += 1
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        arguments = tree_leaves((args, kwargs))
+        leaves = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         if any(leaf.layout is not torch.strided for leaf in leaves):
             return func(*args, **kwargs)  # what it makes comes from nowhere, as far as the trace goes
         viewed_args, viewed_kwargs = tree_map(
@@ -249,7 +350,7 @@ class _Tracing(TorchDispatchMode):
             trace.reads_numbers = True
         if not made:
             return result  # a view, a change in place, or a number
-        never = "changes something in place" if changes else self._why_never(func, leaves)
+        never = "changes something in place" if changes else self._why_never(func, leaves, arguments)
         for _ in range(_TIMES if not never and seconds < _SHORT else 0):
             began = _now(leaves)
             func(*args, **kwargs)
@@ -289,7 +390,7 @@ class _Tracing(TorchDispatchMode):
                     value.two = _has_two(func, args, trace)
         return True
 
-    def _why_never(self, func: Any, leaves: list[torch.Tensor]) -> str:
+    def _why_never(self, func: Any, leaves: list[torch.Tensor], arguments: list[Any]) -> str:
         name = _word(func)
         if func.namespace != "aten":
             return "is not torch's own"
@@ -307,6 +408,8 @@ class _Tracing(TorchDispatchMode):
             return "reads a view that is conjugated"
         if self._trace.reads_numbers:
             return "may depend on a number that was read from a tensor"
+        if name not in _DENSE and _has_numbers(arguments):
+            return "has a number that may matter for few elements"
         return ""
 
 

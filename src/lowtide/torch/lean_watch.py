@@ -24,13 +24,25 @@ from torch.nn.parameter import is_lazy
 
 _NUMBERS = frozenset({int, float, complex})
 _WORDS = frozenset(
-    {bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type}
+    {
+        bool,
+        str,
+        bytes,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        torch.Size,
+        range,
+        type,
+    }
 )
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 _PLAIN = _NUMBERS | _WORDS
 _ORDINARY = torch._C._disabled_torch_dispatch_impl
 _INTERNAL = frozenset(nn.Module().__dict__)
-# What modules have: attributes, numbers of hooks, and for those that have any, their parameters and buffers.
+# What modules have: attributes, the numbers that hooks have, and for those that have any, parameters and buffers.
 _Found = tuple[list[Any], list[int], list[tuple[dict[str, Any], dict[str, Any]]]]
 _hooks = itemgetter("_forward_pre_hooks", "_forward_hooks")
 _own = itemgetter("_parameters", "_buffers")
@@ -50,7 +62,7 @@ class Sight:
         tensors: those of arguments, then those of modules.
         arguments: how many are arguments.
         is_plain: whether there is nothing but ordinary tensors, and nothing compiled, which a trace would undo.
-        anchors: what the key knows by identity.
+        anchors: modules, which the key knows by identity.
     """
 
     __slots__ = ("_key", "_modules", "_seen", "anchors", "arguments", "is_plain", "key", "numbers", "tensors")
@@ -61,7 +73,7 @@ class Sight:
         self._seen: set[int] = set()
         self.numbers: list[Any] = []
         self.tensors: list[Any] = []
-        self.anchors: list[Any] = []
+        self.anchors: list[nn.Module] = []
         self.is_plain = True
         self._see_function(function)
         for argument in args:
@@ -105,7 +117,7 @@ class Sight:
         elif is_dataclass(thing) and not isinstance(thing, type):
             self._key.append(kind)
             for field in fields(thing):
-                self._see(getattr(thing, field.name))
+                self._see(getattr(thing, field.name, None))
         else:
             self._see_function(thing)
 
@@ -155,16 +167,41 @@ class Sight:
             self._see_function(function.func)
             self._see(function.args)
             self._see(function.keywords)
+        elif isinstance(function, types.BuiltinFunctionType | types.MethodDescriptorType):
+            self._key.append(function.__qualname__)
+            owner = getattr(function, "__self__", None)
+            if isinstance(owner, torch.Tensor):
+                self._see(owner)
         else:
-            self._key.append(id(function))
-            self.anchors.append(function)
+            self._see_object(function)
+
+    def _see_object(self, thing: Any) -> None:
+        """Something of the user's own: known by its type, and by numbers, tensors and modules that it has.
+
+        Not by identity: one that is made anew for every call would make each call another one.
+        """
+        self._key.append(type(thing))
+        self.is_plain &= not isinstance(thing, torch.jit.ScriptFunction)
+        if id(thing) in self._seen:
+            return
+        self._seen.add(id(thing))
+        for name, value in list(getattr(thing, "__dict__", {}).items()):
+            if type(value) in _PLAIN:
+                self._key.append(name)
+                self.numbers.append(value)
+            elif isinstance(value, torch.Tensor | nn.Module):
+                self._key.append(name)
+                self._see(value)
 
     def _see_attributes(self, root: nn.Module) -> _Found:
         """See numbers and tensors that modules have as attributes; gives what else they have."""
-        parts = _parts.get(root)
+        reference, parts = _parts.get(id(root), (None, None))
+        if reference is None or reference() is not root:
+            parts = None
         found = None if parts is None else parts.look()
         if parts is None or found is None:
-            parts = _parts[root] = _Parts(root)
+            parts = _Parts(root)
+            _parts[id(root)] = weakref.ref(root, functools.partial(_forget, id(root))), parts
             found = parts.look()
             assert found is not None
         attributes = found[0]
@@ -242,12 +279,19 @@ class _Parts:
             or [id(child) for k in self._parents for child in inside[k]["_modules"].values()] != self._children
         ):
             return None
-        hooks = list(map(len, chain.from_iterable(map(_hooks, inside))))
+        hooks = list(chain.from_iterable(chain.from_iterable(map(_hooks, inside))))
         return attributes, hooks, [_own(inside[k]) for k in self._holders]
 
 
 def _is_watched(value: Any) -> bool:
-    return type(value) in _PLAIN or isinstance(value, torch.Tensor)
+    if type(value) is tuple:
+        return all(type(part) in _PLAIN for part in value)
+    return type(value) in _PLAIN or isinstance(value, torch.Tensor | np.generic | Enum)
 
 
-_parts: weakref.WeakKeyDictionary[nn.Module, _Parts] = weakref.WeakKeyDictionary()
+# By identity, because a module may not be hashable.
+_parts: dict[int, tuple[weakref.ref[nn.Module], _Parts]] = {}
+
+
+def _forget(key: int, _: object) -> None:
+    _parts.pop(key, None)
