@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import lowtide.torch as lt
+from lowtide import BudgetError
 from lowtide.torch.bits import same_bits
 from tests.torch.lean_calls import Function, Gate, both, leaf, same
 
@@ -166,3 +167,23 @@ def test_the_frontier_of_a_function() -> None:
     for point in points:
         y = lt.lean(function, x, w, tape=point.tape)
         same(torch.autograd.grad(y.sum(), [x, w]), torch.autograd.grad(function(x, w).sum(), [x, w]))
+
+
+def test_reshaped_tensors_are_known_again() -> None:
+    """Autograd has another node for them where operations are watched than where they are not."""
+    x, w = leaf(4, 4), leaf(4, 4, seed=1)
+
+    def run(call: Function, number: int) -> Any:
+        y = call(lambda x, w: torch.einsum("ij,kj->ki", x.sin(), w).reshape(2, 8).exp().reshape(4, 4) * w, x, w)
+        return [y, *torch.autograd.grad(y.sum(), [x, w])]
+
+    with lt.record(memory=False) as receipt:
+        both(run)
+    assert receipt.kept_whole == 0
+
+
+def test_a_share_of_next_to_nothing() -> None:
+    x = leaf(1)
+    with pytest.raises(BudgetError) as caught:
+        lt.lean(lambda x: torch.rand(1) * x, x, tape="10%")
+    assert caught.value.least > 0

@@ -105,6 +105,7 @@ def test_arguments_that_share_memory_or_do_not() -> None:
     both(run, calls=len(pairs))
 
 
+@pytest.mark.filterwarnings("ignore:Scaled did not save what it saved")  # until it is traced anew
 def test_an_argument_that_is_a_parameter_or_is_not() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -153,8 +154,9 @@ def test_nested_tensors_are_left_alone() -> None:
         assert lt.lean(lambda x: x.sin() * x, x).is_nested
 
 
-def test_rows_of_one_tensor_share_a_trace() -> None:
-    rows, w = leaf(6, 40), leaf(40, seed=1)
+@pytest.mark.parametrize("wants", [True, False])
+def test_rows_of_one_tensor_share_a_trace(wants: bool) -> None:
+    rows, w = leaf(6, 40).requires_grad_(wants), leaf(40, seed=1)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         note()
@@ -162,7 +164,75 @@ def test_rows_of_one_tensor_share_a_trace() -> None:
 
     def run(call: Function, number: int) -> Any:
         y = call(function, rows[number])
-        return [y, *torch.autograd.grad(y.sum(), [rows, w])]
+        return [y, *torch.autograd.grad(y.sum(), [rows, w] if wants else [w])]
 
     both(run, calls=6)
     assert traced.count(True) == 1
+
+
+def test_a_list_that_contains_itself() -> None:
+    x = leaf(5)
+    things: list[Any] = [x, 2.0]
+    things.append(things)
+    table: dict[str, Any] = {"things": things}
+    table["table"] = table
+
+    def run(call: Function, number: int) -> Any:
+        y = call(lambda things, table: (things[0].sin() * things[2][1]).exp() * table["things"][0], things, table)
+        return [y, *torch.autograd.grad(y.sum(), x)]
+
+    both(run)
+
+
+class _Labelled(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+def test_tensors_of_other_kinds() -> None:
+    x = leaf(5)
+    with torch.inference_mode():
+        fixed = torch.ones(5)
+    labelled = torch.ones(5).as_subclass(_Labelled)
+
+    def run(call: Function, number: int) -> Any:
+        y = call(lambda x, w: (x.sin() * w).exp() * x, x, labelled)
+        with torch.no_grad():
+            call(torch.add, x, fixed)
+        z = call(lambda x, w: (x.sin() + w).exp() * x, x, fixed)
+        own = call(x.mul, labelled)
+        return [t.as_subclass(torch.Tensor) for t in (y, z, own, *torch.autograd.grad((y + z + own).sum(), x))]
+
+    both(run)
+
+
+def test_a_variable_that_is_not_bound_yet() -> None:
+    x = leaf(5)
+
+    def function(x: torch.Tensor, number: int) -> torch.Tensor:
+        return (x.sin() * (later if number > 1 else 2.0)).exp() * x
+
+    def run(call: Function, number: int) -> Any:
+        y = call(function, x, number)
+        return [y, *torch.autograd.grad(y.sum(), x)]
+
+    both(run, calls=2)
+    later = 3.0
+    both(run, calls=4)
+
+
+class _Holder:
+    """An object that is no module, and has itself inside."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        self.own = self
+
+
+def test_an_object_that_is_given_twice() -> None:
+    x, holder = leaf(5), _Holder(leaf(5, seed=1))
+
+    def run(call: Function, number: int) -> Any:
+        y = call(lambda x, a, b: (x.sin() * a.weight).exp() * b.own.weight, x, holder, holder)
+        return [y, *torch.autograd.grad(y.sum(), [x, holder.weight])]
+
+    both(run)

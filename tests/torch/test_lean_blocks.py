@@ -108,8 +108,7 @@ def test_a_tape_has_the_bytes_that_its_point_says(name: str, precision: str) -> 
     for point in points:
         lean = lt.Lean(made.module, tape=point.tape)
         _forward(lean, made, precision)
-        beyond = [_tape(lean, made, precision) + held - point.tape for held in arguments]
-        assert min(map(abs, beyond)) < 2048, beyond  # a few numbers of each dropped tensor are kept
+        assert point.tape - _tape(lean, made, precision) in arguments
 
 
 def _training(whole: LanguageModel, steps: int) -> dict[str, Any]:

@@ -45,15 +45,28 @@ def _same_as_plain(name: str, dtype: torch.dtype, options: dict[str, Any]) -> No
     assert receipt.kept_whole == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("knob", KNOBS)
-@pytest.mark.parametrize("name", NETWORKS)
+# Every network with a knob for each dtype, and the others with the whole sweeps.
+SWEEP = [
+    pytest.param(name, knob, dtype, marks=() if (n + k + d) % len(KNOBS) == 0 else pytest.mark.slow)
+    for n, name in enumerate(NETWORKS)
+    for k, knob in enumerate(KNOBS)
+    for d, dtype in enumerate([torch.float32, torch.float64])
+]
+
+
+@pytest.mark.parametrize(("name", "knob", "dtype"), SWEEP, ids=str)
 def test_everything_equals_the_plain_loop(name: str, knob: str, dtype: torch.dtype) -> None:
     _same_as_plain(name, dtype, KNOBS[knob])
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["lif", "dropout", "lif_modules", "spiking_jelly"])
+OTHER_SWEEP = [
+    pytest.param(name, way, marks=() if (n + w) % 2 else pytest.mark.slow)
+    for n, name in enumerate(["lif", "dropout", "lif_modules", "spiking_jelly"])
+    for w, way in enumerate(WAYS)
+]
+
+
+@pytest.mark.parametrize(("name", "way"), OTHER_SWEEP)
 def test_so_it_does_in_every_other_way_to_run(name: str, way: str) -> None:
     _same_as_plain(name, torch.float32, WAYS[way])
 

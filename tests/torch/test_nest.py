@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 import lowtide.torch as lt
 from lowtide import Plan
@@ -14,6 +14,7 @@ from lowtide.chain import Chain, StepCost, TapeOption
 from lowtide.plan import Knob, Schedule
 from lowtide.planners.hetero import Hetero
 from lowtide.planners.sweep import Sweep
+from lowtide.torch import layer_forms
 from lowtide.torch.bits import same_bits
 from lowtide.torch.nest import Layer, Part, Runner, copied_by, kept_by, nest_of, starts
 
@@ -107,3 +108,17 @@ def test_every_run_of_a_step_goes_through_the_same_function() -> None:
         bill.taping_runs,
         bill.backward_runs,
     )
+
+
+def test_steps_have_no_lean_forms_where_hooks_are_off() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert layer_forms.lean_points((torch.sin, torch.exp, torch.tanh), x)
+    with disable_saved_tensors_hooks("none here"):
+        assert layer_forms.lean_points((torch.sin, torch.exp, torch.tanh), x) == []
+
+
+def test_a_lean_form_without_gradients_is_a_plain_run() -> None:
+    forms = layer_forms.Forms(Chain.of([StepCost(2, 6, options=(TapeOption(4, 0.1, name="lean 4 + 0 B"),))]))
+    x = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        assert same_bits(forms((torch.sin, torch.exp), 0, 1, x), x.sin().exp())

@@ -1,6 +1,7 @@
 """The forms in which a step of layers can be taped: whole, or lean in a few sizes.
 
-A form's name says how many bytes its recipe keeps, so that a plan, which is numbers and names, can be run anywhere.
+A form's name says how many bytes its recipe keeps, and makes again at once, so that a plan, which is numbers and names,
+can be run anywhere.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import torch
 
 from lowtide.chain import Chain
 from lowtide.errors import InputError
-from lowtide.torch.lean import can_lean, lean, lean_frontier
-from lowtide.torch.lean_graph import LeanPoint
+from lowtide.torch.lean import can_lean, lean, lean_menu
+from lowtide.torch.lean_graph import LeanPoint, LeanSize
 from lowtide.torch.step_seconds import through
 from lowtide.torch.traceless import Layer
 
-_NAME = re.compile(r"lean ([0-9]+) B")
+_NAME = re.compile(r"lean ([0-9]+) \+ ([0-9]+) B")
 # Of a whole tape. A form that saves less is not worth a line on the menu.
 _WORTHWHILE = 0.05
 
@@ -29,8 +30,8 @@ def lean_points(layers: tuple[Layer, ...], state: Any) -> list[LeanPoint]:
     """
     if not can_lean(through, layers, state):
         return []
-    points = lean_frontier(through, layers, state)
-    free = next((point for point in points if point.is_free), points[-1])
+    points = lean_menu(through, layers, state)
+    free = next(point for point in points if point.is_free)
     saved = free.plain_tape - free.tape
     sizes = (free.plain_tape - saved / 2, free.tape, free.tape / 2)
     chosen = {min(points, key=lambda point, size=size: abs(point.tape - size)) for size in sizes}  # type: ignore[misc]
@@ -40,12 +41,12 @@ def lean_points(layers: tuple[Layer, ...], state: Any) -> list[LeanPoint]:
 
 def name_of_form(point: LeanPoint) -> str:
     """What the menu calls it."""
-    return f"lean {point.tape} B"
+    return f"lean {point.tape} + {point.working} B"
 
 
-def run_lean(layers: tuple[Layer, ...], state: Any, tape: int) -> Any:
-    """Run layers with a lean tape of at most so many bytes."""
-    return lean(through, layers, state, tape=tape)
+def run_lean(layers: tuple[Layer, ...], state: Any, size: LeanSize) -> Any:
+    """Run layers with a lean tape of at most that size."""
+    return lean(through, layers, state, tape=size)
 
 
 class Forms:
@@ -65,4 +66,4 @@ class Forms:
             )
         if not torch.is_grad_enabled():
             return through(layers, state)
-        return run_lean(layers, state, int(match[1]))
+        return run_lean(layers, state, LeanSize(int(match[1]), int(match[2])))

@@ -23,6 +23,7 @@ from lowtide.torch.capture import now
 from lowtide.torch.checkpoint import checkpoint
 from lowtide.torch.layer_forms import lean_points, name_of_form, run_lean
 from lowtide.torch.layer_groups import Dropped, Groups, unpack_dropped
+from lowtide.torch.lean_graph import LeanSize
 from lowtide.torch.measure import storage_bytes, watching
 from lowtide.torch.notes import may_be_copied
 from lowtide.torch.step_pull import pulled, seed_of
@@ -176,15 +177,15 @@ class _Meter:
         with left_as_it_was(list(layers)):
             points = lean_points(layers, state)
         recording.count(probe=2 * len(points) + bool(points))
-        self._passing.append(tuple(base + self._passed(layers, state, names, point.tape) for point in points))
+        self._passing.append(tuple(base + self._passed(layers, state, names, point.size) for point in points))
         for point in points:
             with left_as_it_was(list(layers)):
-                cost = self._step(bound, state, names, base, point.tape)
+                cost = self._step(bound, state, names, base, point.size)
             # Taping needs room too, beside the cotangent of what the step gives.
             beside = max(cost.working.backward, cost.working.tape + self._given)
             yield TapeOption(cost.tape, point.seconds, name_of_form(point), beside)
 
-    def _passed(self, layers: tuple[Layer, ...], state: Any, names: dict[int, int], lean: int) -> int:
+    def _passed(self, layers: tuple[Layer, ...], state: Any, names: dict[int, int], lean: LeanSize) -> int:
         """Most bytes, the state among them, while layers run with a lean tape of which nothing is kept."""
         log, mark = self._log, len(self._log.events)
         try:
@@ -197,9 +198,9 @@ class _Meter:
         return Places(log, state, names).bytes() + log.level(mark, len(log.events))[1]
 
     def _step(
-        self, bound: tuple[int, int], state: Any, names: dict[int, int], base: int, lean: int | None = None
+        self, bound: tuple[int, int], state: Any, names: dict[int, int], base: int, lean: LeanSize | None = None
     ) -> StepCost:
-        """Tape and pull back the layers of one step; with `lean`, keeping a tape of so many bytes."""
+        """Tape and pull back the layers of one step; with `lean`, keeping a tape of that size."""
         log, layers, last = self._log, tuple(self._layers[slice(*bound)]), bound[1] == len(self._layers)
         before = Places(log, state, names)
         held = max(1, before.bytes())  # a chain has at least a byte of state

@@ -21,10 +21,11 @@ from lowtide.checks import function as check_function
 from lowtide.errors import InputError
 from lowtide.sizes import parse_budget
 from lowtide.torch import recording
-from lowtide.torch.lean_graph import LeanGraph, LeanPoint
+from lowtide.torch.lean_graph import LeanGraph, LeanPoint, LeanSize
 from lowtide.torch.lean_tape import LeanTape
 from lowtide.torch.lean_trace import Trace, tracing
 from lowtide.torch.lean_watch import Sight
+from lowtide.torch.storages import Log
 
 Result = TypeVar("Result")
 
@@ -36,13 +37,15 @@ _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
-_MOST_KINDS = 512  # of calls that are remembered
+_MOST_KINDS = 2048  # of calls that are remembered
 _MOST_WAYS = 8  # in which one kind of call may go, depending on numbers
 _MISFITS = 3  # calls in a row that do not go as they were traced, after which the next one is traced
 _MOST_LOOKS = 3  # so often
 
 
-def lean(function: Callable[..., Result], *args: Any, tape: int | str | None = None, **kwargs: Any) -> Result:
+def lean(
+    function: Callable[..., Result], *args: Any, tape: int | str | LeanSize | None = None, **kwargs: Any
+) -> Result:
     """Call `function(*args, **kwargs)` and keep a smaller tape: what is cheap to make again is not kept.
 
     Results and gradients are those of the plain call to the last bit. The function itself is not run again: single
@@ -78,8 +81,17 @@ def lean_frontier(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tu
     with torch.enable_grad():
         if _steps_aside():
             raise InputError("lean_frontier cannot trace inside a transform, another lean call or a fake mode")
-        found = look_up(function, args, kwargs)
-        return found.kind.traced(function, args, kwargs, found).points()
+        return _graph_of(function, args, kwargs).points()
+
+
+def lean_menu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[LeanPoint]:
+    """Like `lean_frontier`, points that do not depend on measured times: for plans that are run elsewhere."""
+    return _graph_of(function, args, kwargs).menu()
+
+
+def _graph_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LeanGraph:
+    found = look_up(function, args, kwargs)
+    return found.kind.traced(function, args, kwargs, found)
 
 
 class Found(NamedTuple):
@@ -163,8 +175,8 @@ class Lean(nn.Module):
         return f"{type(self._module).__name__}, tape={self.tape!r}"
 
 
-def _check_tape(tape: int | str | None) -> None:
-    if tape is not None and (tape != 0 or isinstance(tape, bool)):
+def _check_tape(tape: int | str | LeanSize | None) -> None:
+    if tape is not None and not isinstance(tape, LeanSize) and (tape != 0 or isinstance(tape, bool)):
         parse_budget(tape, 2**40)
 
 
@@ -238,7 +250,12 @@ class _Kind:
         return None
 
     def call(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found, tape: int | str | None
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: Found,
+        tape: int | str | LeanSize | None,
     ) -> Any:
         """Call the function with a lean tape."""
         sight, way = found.sight, found.way
@@ -292,7 +309,9 @@ class _Kind:
             raise
         finally:
             _pop_hooks()
-        graph = LeanGraph(trace, *trace.given(sight.tensors), sight.arguments, lean_tape.held)
+        given, ties = trace.given(sight.tensors)
+        trace.log = Log()  # what is remembered needs no history
+        graph = LeanGraph(trace, given, ties, sight.arguments, lean_tape.held)
         way = next((way for way in self._ways if way.takes_in(sight.numbers, graph)), None)
         if way is None:
             way = _Way(sight.numbers, graph)
@@ -317,7 +336,9 @@ _kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
 
 def _kind_of(sight: Sight, function: Any) -> _Kind:
     kind = _kinds.get(sight.key)
-    if kind is None or not kind.is_there():
+    if kind is not None and kind.is_there():
+        _kinds.move_to_end(sight.key)
+    else:
         kind = _Kind(sight.anchors, _name_of(function))
         with _lock:
             for key in [key for key, other in _kinds.items() if not other.is_there()]:

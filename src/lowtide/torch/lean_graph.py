@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +23,15 @@ from lowtide.torch.lean_bits import bits_of
 from lowtide.torch.lean_recipe import Recipe, Source
 from lowtide.torch.lean_trace import Op, Trace, View
 
+_HEAVIER = 30  # times as long as moving its bytes is about what a heavy operation takes
 _NEXT_TO_NOTHING = 0.01  # of the largest value that is saved
+
+
+class LeanSize(NamedTuple):
+    """Most bytes of a lean tape, and of what is made again at once."""
+
+    tape: int
+    working: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,6 @@ class LeanPoint:
         tape: bytes that are kept; arguments and parameters count only if nobody else would hold them.
         seconds: of making the rest again, as measured.
         plain_tape: bytes of the tape that keeps everything.
-        working: most bytes of values that were made again and are alive at once, in one backward of the function.
         again: the operations that run again in the backward, by name, in order.
         is_free: whether it is what `lean` does without being told: no heavy operation runs again.
     """
@@ -40,9 +49,19 @@ class LeanPoint:
     tape: int
     seconds: float
     plain_tape: int
-    working: int
     again: tuple[str, ...]
     is_free: bool = False
+    _most_at_once: Callable[[], int] = field(default=lambda: 0, repr=False, compare=False)
+
+    @property
+    def working(self) -> int:
+        """Most bytes of values that were made again and are alive at once, in one backward of the function."""
+        return self._most_at_once()
+
+    @property
+    def size(self) -> LeanSize:
+        """What `lean` can be asked for instead of a tape, to get this very point."""
+        return LeanSize(self.tape, self.working)
 
     def __str__(self) -> str:
         share = f" ({self.tape / self.plain_tape:.0%} of {format_size(self.plain_tape)})" if self.plain_tape else ""
@@ -80,7 +99,7 @@ class LeanGraph:
             if pack.view is not None and not self.is_stale(index):
                 self._first.setdefault(pack.view.value, index)
         self.bits = self._find_bits(held)
-        self._recipes: dict[int | str | None, Recipe] = {}
+        self._recipes: dict[int | str | LeanSize | None, Recipe] = {}
 
     def is_stale(self, index: int) -> bool:
         """Whether the value of a pack was changed in place after it."""
@@ -130,16 +149,26 @@ class LeanGraph:
         # What autograd does not save cannot be kept: it is made dearer than all that it does save.
         return Value(value.bytes if packed else self._whole + 1, packed, small)
 
-    def _operations(self, heavy: bool) -> list[Operation]:
-        """The graph's operations; with `heavy`, matrix products and the like may run again too."""
+    def _operations(self, heavy: bool, *, measured: bool = True) -> list[Operation]:
+        """The graph's operations; with `heavy`, matrix products and the like may run again too.
+
+        Their seconds are as measured, or, the same at every time and place, as many as they move bytes.
+        """
         return [
             Operation(
                 tuple(self._places[number] for number in op.inputs),
                 tuple(dict.fromkeys(self._places[v.value] for v in op.outputs if v and self._makes(index, v.value))),
-                op.seconds if self._may_run(index, op) and (heavy or not op.is_heavy) else math.inf,
+                (op.seconds if measured else self._moved(op))
+                if self._may_run(index, op) and (heavy or not op.is_heavy)
+                else math.inf,
             )
             for index, op in enumerate(self.trace.ops)
         ]
+
+    def _moved(self, op: Op) -> float:
+        views = [*op.views(), *(view for view in op.outputs if view is not None)]
+        moved = sum(self.trace.values[view.value].dtype.itemsize * math.prod(view.size) for view in views)
+        return float(moved * (_HEAVIER if op.is_heavy else 1))
 
     def _makes(self, index: int, number: int) -> bool:
         return self.trace.values[number].maker == index
@@ -177,10 +206,25 @@ class LeanGraph:
     def _light(self) -> Cut:
         """The least bytes without a heavy operation; those of values that are next to nothing do not count."""
         little = max((value.bytes for value in self._values if value.needed), default=0) * _NEXT_TO_NOTHING
-        values = [replace(value, bytes=0, small=None) if value.bytes < little else value for value in self._values]
-        cut = least_bytes(self._operations(heavy=False), values)
-        kept, small = sum(self._values[v].bytes for v in cut.kept), (self._values[v].small for v in cut.small)
-        return replace(cut, bytes=kept + sum(form[0] for form in small if form))
+        values = [replace(value, bytes=0, small=None) if value.bytes < little else value for value in self._unmeasured]
+        return self._weighed(least_bytes(self._operations(heavy=False, measured=False), values))
+
+    @cached_property
+    def _unmeasured(self) -> list[Value]:
+        """The graph's values, with forms that take as many seconds as the whole has bytes."""
+        return [
+            replace(value, small=(value.small[0], float(value.bytes))) if value.small else value
+            for value in self._values
+        ]
+
+    def _weighed(self, cut: Cut) -> Cut:
+        """A cut with the bytes and seconds that it takes."""
+        forms = [small for place in sorted(cut.small) if (small := self._values[place].small) is not None]
+        return replace(
+            cut,
+            bytes=sum(self._values[place].bytes for place in cut.kept) + sum(bytes_ for bytes_, _ in forms),
+            seconds=sum(self.trace.ops[index].seconds for index in cut.rerun) + sum(seconds for _, seconds in forms),
+        )
 
     @cached_property
     def _cuts(self) -> tuple[Cut, ...]:
@@ -192,16 +236,27 @@ class LeanGraph:
                 better.append(cut)
         return tuple(better)
 
+    @cached_property
+    def _settled_cuts(self) -> list[Cut]:
+        """Cuts that do not depend on measured times, by falling bytes."""
+        cuts = frontier(self._operations(heavy=True, measured=False), self._unmeasured)
+        return sorted({self._light, *map(self._weighed, cuts)}, key=lambda cut: -cut.bytes)
+
     def points(self) -> tuple[LeanPoint, ...]:
         """The frontier."""
         return tuple(self._point(cut) for cut in self._cuts)
 
+    def menu(self) -> list[LeanPoint]:
+        """Points that are the same at every time and place, by falling bytes."""
+        return [self._point(cut) for cut in self._settled_cuts]
+
     def _point(self, cut: Cut) -> LeanPoint:
         again = tuple(self.trace.ops[index].name for index in cut.rerun)
-        working = Recipe(self, cut).most_at_once({number: value.bytes for number, value in self.trace.values.items()})
-        return LeanPoint(cut.bytes, cut.seconds, self._everything.bytes, working, again, cut == self._light)
+        # How much is made again at once takes a while to find out, for a long function.
+        working = partial(self._working, cut)
+        return LeanPoint(cut.bytes, cut.seconds, self._everything.bytes, again, cut == self._light, working)
 
-    def recipe(self, tape: int | str | None) -> Recipe:
+    def recipe(self, tape: int | str | LeanSize | None) -> Recipe:
         """The fastest recipe whose tape is so small; None: all that needs no heavy operation is dropped.
 
         Raises:
@@ -211,15 +266,30 @@ class LeanGraph:
             self._recipes[tape] = Recipe(self, self._chosen(tape))
         return self._recipes[tape]
 
-    def _chosen(self, tape: int | str | None) -> Cut:
+    def _chosen(self, tape: int | str | LeanSize | None) -> Cut:
         if tape is None:
             return self._light
+        if isinstance(tape, LeanSize):
+            return self._chosen_for(tape)
         most = self._bytes(tape)
         fitting = [cut for cut in (self._everything, *self._cuts) if cut.bytes <= most]
         if not fitting:
             ways = "give tape= more bytes, or run the whole function again with lt.checkpoint"
             raise BudgetError(most, self._cuts[-1].bytes, ways)
         return min(fitting, key=_price)
+
+    def _chosen_for(self, size: LeanSize) -> Cut:
+        for cut in self._settled_cuts:
+            if cut.bytes <= size.tape and self._working(cut) <= size.working:
+                return cut
+        raise InputError(
+            f"no lean tape was found here of {size.tape:,} B that makes {size.working:,} B again at once, as the plan "
+            "says; plan again with plan_sequential"
+        )
+
+    def _working(self, cut: Cut) -> int:
+        sizes = {number: value.bytes for number, value in self.trace.values.items()}
+        return Recipe(self, cut).most_at_once(sizes)
 
     def _bytes(self, tape: int | str) -> int:
         try:

@@ -10,7 +10,7 @@ from lowtide.torch.bits import words
 from lowtide.torch.lean_bits import Bits
 from lowtide.torch.lean_trace import View
 
-_SAMPLE = 32  # how many numbers of a dropped tensor are looked at
+_SAMPLE, _NEIGHBOURS = 64, 16  # how many places of a dropped tensor are looked at, and how many numbers at each
 
 
 class Slot:
@@ -48,8 +48,10 @@ def restrided(tensor: torch.Tensor, view: View) -> torch.Tensor:
 def sample_of(tensor: torch.Tensor) -> int | torch.Tensor:
     """What tells a few numbers of the tensor's storage from others; on a GPU, which would wait, those numbers."""
     count = int(tensor.untyped_storage().nbytes() // tensor.element_size())
-    few = min(count, _SAMPLE)
-    sample = tensor.as_strided((few,), (count // few if few else 1,), 0)
+    if count > _SAMPLE * _NEIGHBOURS:
+        sample = tensor.as_strided((_SAMPLE, _NEIGHBOURS), (count // _SAMPLE, 1), 0)
+    else:
+        sample = tensor.as_strided((count,), (1,), 0)
     if tensor.device.type != "cpu":  # pragma: no cover  (needs a GPU)
         return sample.clone()
     return hash(words(sample).numpy().tobytes())

@@ -40,6 +40,7 @@ _WORDS = frozenset(
 )
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 _PLAIN = _NUMBERS | _WORDS
+_SEEN_IN_OBJECTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, functools.partial)
 _ORDINARY = torch._C._disabled_torch_dispatch_impl
 _INTERNAL = frozenset(nn.Module().__dict__)
 # What modules have: attributes, the numbers that hooks have, and for those that have any, parameters and buffers.
@@ -149,7 +150,7 @@ class Sight:
             self.anchors.append(function)
         elif isinstance(function, types.MethodType):
             self._see_function(function.__func__)
-            self._see_function(function.__self__)
+            self._see(function.__self__)
         elif isinstance(function, types.FunctionType):
             if id(function) in self._seen:  # it calls itself
                 return
@@ -176,7 +177,7 @@ class Sight:
             self._see_object(function)
 
     def _see_object(self, thing: Any) -> None:
-        """Something of the user's own: known by its type, and by numbers, tensors and modules that it has.
+        """Something of the user's own: known by its type, and by numbers, tensors, modules and functions that it has.
 
         Not by identity: one that is made anew for every call would make each call another one.
         """
@@ -189,7 +190,7 @@ class Sight:
             if type(value) in _PLAIN:
                 self._key.append(name)
                 self.numbers.append(value)
-            elif isinstance(value, torch.Tensor | nn.Module):
+            elif isinstance(value, _SEEN_IN_OBJECTS):
                 self._key.append(name)
                 self._see(value)
 

@@ -113,6 +113,11 @@ def copied_by(parts: tuple[Part, ...], copied: tuple[int, ...]) -> list[int]:
     return found
 
 
+def has_forms(parts: tuple[Part, ...]) -> bool:
+    """Whether a step is taped in a smaller form."""
+    return any(part.option or has_forms(part.inside) for part in parts)
+
+
 def forms_passed(parts: tuple[Part, ...], inside: bool = False) -> dict[int, set[int]]:
     """For steps that run in smaller forms inside a checkpoint call, where their tape is not kept at first: which."""
     found: dict[int, set[int]] = {}

@@ -27,7 +27,7 @@ from lowtide.torch import recording
 from lowtide.torch.layer_forms import Forms
 from lowtide.torch.layer_plans import LayerPlans
 from lowtide.torch.layers import measure_layers
-from lowtide.torch.nest import Part, Runner, nest_of
+from lowtide.torch.nest import Part, Runner, has_forms, nest_of
 from lowtide.torch.signature import Known
 from lowtide.torch.traceless import Layer
 
@@ -80,7 +80,10 @@ def _sequential(
         return _plainly(row, x)
     options = {"contexts": tuple(contexts), "check_rerun": check_rerun}
     if plan is not None:
-        return _run(row, _bounds(plan, len(row)), nest_of(plan), x, options, plan.chain)
+        bounds, parts = _bounds(plan, len(row)), nest_of(plan)
+        if has_forms(parts):  # which are traced beside the run, not in its memory
+            _costs(row, x)
+        return _run(row, bounds, parts, x, options, plan.chain)
     costs = _costs(row, x)
     if costs is None or costs.row.chain is None:
         return _plainly(row, x)
