@@ -40,6 +40,7 @@ _WORDS = frozenset(
 )
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 _PLAIN = _NUMBERS | _WORDS
+_FEW = 64
 _SEEN_IN_OBJECTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, functools.partial)
 _ORDINARY = torch._C._disabled_torch_dispatch_impl
 _INTERNAL = frozenset(nn.Module().__dict__)
@@ -157,6 +158,7 @@ class Sight:
             self._seen.add(id(function))
             self.is_plain &= not hasattr(function, "_torchdynamo_orig_callable")
             self._key += (function.__code__, id(function.__globals__))
+            self.numbers += [repr(function.__globals__.get(name)) for name in numbers_outside(function)]
             for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 self._see(default)
             for cell in function.__closure__ or ():
@@ -212,6 +214,8 @@ class Sight:
                 self._see_tensor(tensor)
             attributes = [value for value in attributes if not isinstance(value, torch.Tensor)]
         self.numbers += attributes
+        if parts.outside:
+            self.numbers += [repr(names.get(name)) for names, name in parts.outside]
         return found
 
     def _see_parameters(self, found: _Found) -> None:
@@ -261,6 +265,13 @@ class _Parts:
         found = [get(d) for get, d in zip(self._attributes, inside, strict=True)]
         self._kinds = [type(value) for row in found for value in row]
         self._children = [id(child) for module in modules for child in module._modules.values()]
+        calls = {type(module).forward for module in modules}
+        self.outside = [
+            (call.__globals__, name)
+            for call in calls
+            if isinstance(call, types.FunctionType)
+            for name in numbers_outside(call)
+        ]
         self.has_tensors = any(issubclass(kind, torch.Tensor) for kind in self._kinds)
         self.is_compiled = scripted or any(
             module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in modules
@@ -282,6 +293,25 @@ class _Parts:
             return None
         hooks = list(chain.from_iterable(chain.from_iterable(map(_hooks, inside))))
         return attributes, hooks, [_own(inside[k]) for k in self._holders]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """Every name that the code may look up outside."""
+    inside = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return frozenset(code.co_names).union(*map(_names_in, inside))
+
+
+def numbers_outside(function: types.FunctionType) -> list[str]:
+    """Globals that the function names, and that are numbers or a few of them."""
+    names = function.__globals__
+    return sorted(name for name in _names_in(function.__code__) if name in names and _is_number(names[name]))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, list | tuple | dict) and len(value) <= _FEW:
+        return all(type(part) in _NUMBERS for part in (value.values() if isinstance(value, dict) else value))
+    return type(value) in _NUMBERS or isinstance(value, np.generic)
 
 
 def _is_watched(value: Any) -> bool:
