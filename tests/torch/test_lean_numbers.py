@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import sys
 import weakref
 from collections.abc import Callable
@@ -289,3 +290,43 @@ def test_a_number_that_chooses_what_autograd_does_not_see() -> None:
         return [y, *torch.autograd.grad(y.sum(), x)]
 
     both(run, calls=4)
+
+
+SLOPE = [2.0]
+SCALE = 0.5
+
+
+class _Outside(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(torch.relu(x - 3.3) * SCALE)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_globals_that_matter_for_few_elements_are_seen(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(200, 500)
+    module = _Outside()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return (lambda y: torch.exp(torch.relu(y - 3.3) * SLOPE[0]))(x)
+
+    function = module if inside else outer
+    for value in (2.0, 2.0, 3.0, 2.5):
+        monkeypatch.setattr(sys.modules[__name__], "SCALE", value)
+        SLOPE[0] = value
+        outcomes = [torch.autograd.grad(call(function, x).sum(), x)[0] for call in (plainly, lt.lean)]
+        assert torch.equal(*outcomes)
+
+
+def test_numbers_of_pythons_and_numpys_random_generators_are_not_remembered() -> None:
+    x = leaf(64, 64)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(torch.relu(x - 3.0) * random.random()) + torch.exp(x * float(np.random.rand()))  # noqa: NPY002
+
+    for seed in range(4):
+        outcomes = []
+        for call in (plainly, lt.lean):
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            outcomes.append(torch.autograd.grad(call(function, x).sum(), x)[0])
+        assert torch.equal(*outcomes)

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 import lowtide.torch as lt
-from lowtide import Plan
+from lowtide import InputError, Plan
 from lowtide.chain import Chain, StepCost, TapeOption
 from lowtide.plan import Knob, Schedule
 from lowtide.planners.hetero import Hetero
 from lowtide.planners.sweep import Sweep
 from lowtide.torch import layer_forms
 from lowtide.torch.bits import same_bits
-from lowtide.torch.nest import Layer, Part, Runner, copied_by, kept_by, nest_of, starts
+from lowtide.torch.layer_forms import Forms, run_lean
+from lowtide.torch.lean_graph import LeanSize
+from lowtide.torch.nest import Layer, Part, Runner, copied_by, has_forms, kept_by, nest_of, starts
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -122,3 +126,19 @@ def test_a_lean_form_without_gradients_is_a_plain_run() -> None:
     x = torch.ones(3, requires_grad=True)
     with torch.no_grad():
         assert same_bits(forms((torch.sin, torch.exp), 0, 1, x), x.sin().exp())
+
+
+def test_a_form_that_is_not_found_here_is_refused() -> None:
+    layers = (nn.Linear(4, 4), nn.GELU())
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(InputError, match=r"no lean tape was found here of 0 B.*plan again with plan_sequential"):
+        run_lean(layers, x, LeanSize(0, 0))
+    assert not has_forms(nest_of(planned(Hetero((3, 0, 0, 2, 0, 0, 0)), 5)))
+    assert has_forms(DEEP_NEST)
+
+
+def test_a_step_in_a_smaller_form_runs_plainly_without_gradients() -> None:
+    chain = Chain.equal(StepCost(16, 32, options=(TapeOption(16, 0.0, "lean 0 + 0 B"),)), 1)
+    x = torch.ones(4)
+    with torch.no_grad():
+        assert torch.equal(Forms(chain)((torch.sin,), 0, 1, x), torch.sin(x))

@@ -31,11 +31,6 @@ class Bits:
         return ones.to(self.dtype).mul_(self.number)
 
 
-def size_in_bits(count: int) -> int:
-    """Bytes of so many bits."""
-    return -(-count // 8)
-
-
 def bits_of(tensor: torch.Tensor) -> tuple[Bits, torch.Tensor] | None:
     """How the tensor is in bits, and they; None if it has other numbers than 0 and one above, or gaps."""
     tensor, count = tensor.detach(), tensor.numel()
@@ -61,7 +56,7 @@ def _packed(ones: torch.Tensor) -> torch.Tensor:
     if ones.device.type == "cpu":
         # The clone is for `measure`, which does not see what numpy makes.
         return torch.from_numpy(np.packbits(ones.numpy(), bitorder="little")).clone()
-    padded = torch.zeros(size_in_bits(len(ones)) * 8, dtype=torch.uint8, device=ones.device)  # pragma: no cover
+    padded = torch.zeros(-(-len(ones) // 8) * 8, dtype=torch.uint8, device=ones.device)  # pragma: no cover
     padded[: len(ones)] = ones  # pragma: no cover  (needs a GPU)
     weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=ones.device)  # pragma: no cover
     return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)  # pragma: no cover
