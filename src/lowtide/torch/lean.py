@@ -240,7 +240,10 @@ class _Kind:
 
     def is_there(self) -> bool:
         """Whether all that the key knows by identity is alive; another object may have that identity."""
-        return all(anchor() is not None for anchor in self._anchors)
+        for anchor in self._anchors:  # noqa: SIM110  (`all` takes three times as long)
+            if anchor() is None:
+                return False
+        return True
 
     def way(self, numbers: list[Any]) -> _Way | None:
         """The way that calls with these numbers go, if it is known."""

@@ -44,10 +44,11 @@ _FEW = 64
 _SEEN_IN_OBJECTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, functools.partial)
 _ORDINARY = torch._C._disabled_torch_dispatch_impl
 _INTERNAL = frozenset(nn.Module().__dict__)
-# What modules have: attributes, the numbers that hooks have, and for those that have any, parameters and buffers.
-_Found = tuple[list[Any], list[int], list[tuple[dict[str, Any], dict[str, Any]]]]
+# Modules whose attributes change nothing about what they do.
+_TELLING_NOTHING = frozenset({nn.Linear, nn.Identity, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ModuleList, nn.Sequential})
+# What modules have: attributes, the numbers that hooks have, parameters, buffers.
+_Found = tuple[list[Any], list[int], list[dict[str, Any]], list[dict[str, Any]]]
 _hooks = itemgetter("_forward_pre_hooks", "_forward_hooks")
-_own = itemgetter("_parameters", "_buffers")
 _needs_gradient = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
 _casts = torch.is_autocast_enabled
@@ -67,7 +68,18 @@ class Sight:
         anchors: modules, which the key knows by identity.
     """
 
-    __slots__ = ("_key", "_modules", "_seen", "anchors", "arguments", "is_plain", "key", "numbers", "tensors")
+    __slots__ = (
+        "_has_parameters",
+        "_key",
+        "_modules",
+        "_seen",
+        "anchors",
+        "arguments",
+        "is_plain",
+        "key",
+        "numbers",
+        "tensors",
+    )
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._key: list[Any] = []
@@ -77,6 +89,7 @@ class Sight:
         self.tensors: list[Any] = []
         self.anchors: list[nn.Module] = []
         self.is_plain = True
+        self._has_parameters = False
         self._see_function(function)
         for argument in args:
             self._see(argument)
@@ -141,6 +154,7 @@ class Sight:
         self._key += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, strides)
         self.tensors.append(tensor)
         kind = type(tensor)
+        self._has_parameters |= kind is nn.Parameter
         if tensor.is_inference() or (kind not in _TENSORS and not _is_ordinary(tensor)):
             self.is_plain = False
 
@@ -219,16 +233,17 @@ class Sight:
         return found
 
     def _see_parameters(self, found: _Found) -> None:
-        _, hooks, own = found
-        parameters = [p for row, _ in own for p in row.values() if p is not None]
+        _, hooks, own, buffers = found
+        parameters = [p for row in own for p in row.values() if p is not None]
         if not _TENSORS.issuperset(map(type, parameters)):
             self.is_plain &= all(map(_is_ordinary, parameters))
-        if nn.Parameter in map(type, self.tensors[: self.arguments]):  # perhaps one of those
+        if self._has_parameters:  # perhaps one of those
             arguments = self.tensors[: self.arguments]
             self._key += [k for k, p in enumerate(parameters) if any(p is argument for argument in arguments)]
         self._key += (tuple(hooks), tuple(map(_needs_gradient, parameters)), tuple(map(_dtype, parameters)))
         self.tensors += parameters
-        self.tensors += [buffer for _, row in own for buffer in row.values()]
+        if buffers:
+            self.tensors += [buffer for row in buffers for buffer in row.values()]
 
     def _see_aliases(self) -> None:
         """Tensors with one storage, and where they lie in it."""
@@ -256,13 +271,17 @@ class _Parts:
         if scripted:  # they have other insides, and are called plainly
             modules = []
         inside = [module.__dict__ for module in modules]
-        names = [["training", *[name for name in d if name not in _INTERNAL and _is_watched(d[name])]] for d in inside]
+        told = [k for k, module in enumerate(modules) if type(module) not in _TELLING_NOTHING]
+        names = [[name for name in inside[k] if name == "training" or _is_watched(name, inside[k][name])] for k in told]
         self._references = [weakref.ref(module) for module in modules]
         self._sizes = list(map(len, inside))
-        self._attributes = [itemgetter("training", *row) if len(row) == 1 else itemgetter(*row) for row in names]
+        self._told = told
+        # Of one name an itemgetter would give no tuple.
+        self._attributes = [itemgetter(*row) if len(row) > 1 else itemgetter(*row, *row) for row in names]
         self._parents = [k for k, module in enumerate(modules) if module._modules]
-        self._holders = [k for k, module in enumerate(modules) if module._parameters or module._buffers]
-        found = [get(d) for get, d in zip(self._attributes, inside, strict=True)]
+        self._holders = [k for k, module in enumerate(modules) if module._parameters]
+        self._buffered = [k for k, module in enumerate(modules) if module._buffers]
+        found = [get(inside[k]) for get, k in zip(self._attributes, told, strict=True)]
         self._kinds = [type(value) for row in found for value in row]
         self._children = [id(child) for module in modules for child in module._modules.values()]
         calls = {type(module).forward for module in modules}
@@ -282,9 +301,10 @@ class _Parts:
         try:
             # A module that is gone has no attributes.
             inside = [reference().__dict__ for reference in self._references]
-            attributes = list(chain.from_iterable([get(d) for get, d in zip(self._attributes, inside, strict=True)]))
+            rows = [get(inside[k]) for get, k in zip(self._attributes, self._told, strict=True)]
         except (AttributeError, KeyError):
             return None
+        attributes = list(chain.from_iterable(rows))
         if (
             list(map(len, inside)) != self._sizes
             or list(map(type, attributes)) != self._kinds
@@ -292,7 +312,8 @@ class _Parts:
         ):
             return None
         hooks = list(chain.from_iterable(chain.from_iterable(map(_hooks, inside))))
-        return attributes, hooks, [_own(inside[k]) for k in self._holders]
+        own = [inside[k]["_parameters"] for k in self._holders]
+        return attributes, hooks, own, [inside[k]["_buffers"] for k in self._buffered]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -314,7 +335,9 @@ def _is_number(value: Any) -> bool:
     return type(value) in _NUMBERS or isinstance(value, np.generic)
 
 
-def _is_watched(value: Any) -> bool:
+def _is_watched(name: str, value: Any) -> bool:
+    if name in _INTERNAL:
+        return False
     if type(value) is tuple:
         return all(type(part) in _PLAIN for part in value)
     return type(value) in _PLAIN or isinstance(value, torch.Tensor | np.generic | Enum)
