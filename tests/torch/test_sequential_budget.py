@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils import checkpoint as torchs
 
 import lowtide.torch as lt
-from lowtide import BudgetError
+from lowtide import BudgetError, Plan
 from lowtide.chain import Chain
 from lowtide.torch import measure
+from lowtide.torch.nest import has_forms, nest_of
 from lowtide.torch.sequential import plan_sequential, sequential
 from tests.torch.layered import ROWS, Layered, norm_last, peak_of, plain, residual, transformer, u_shaped, vgg
 
@@ -206,3 +207,14 @@ def test_the_plain_run_holds_all_tapes() -> None:
     chain = plan_sequential(row.layers, row.x).chain
     assert peak_of(row, plain) >= chain.plain_tape
     assert isinstance(row.layers, nn.Sequential)
+
+
+@pytest.mark.parametrize("name", ["transformer", "norm last"])
+def test_a_plan_from_elsewhere_keeps_its_budget(name: str) -> None:
+    torch.manual_seed(0)
+    row, other = SMALL[name](), SMALL[name]()  # of the other nothing has been measured or traced
+    budget = shares(row, 8)[3]
+    plan = Plan.from_json(plan_sequential(row.layers, row.x, budget=budget).to_json())
+    assert has_forms(nest_of(plan))
+    peaks = [peak_of(other, lambda row: sequential(row.layers, row.x, plan=plan)) for _ in range(2)]
+    assert max(peaks) <= budget

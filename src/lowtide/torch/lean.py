@@ -338,12 +338,12 @@ _kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
 
 
 def _kind_of(sight: Sight, function: Any) -> _Kind:
-    kind = _kinds.get(sight.key)
-    if kind is not None and kind.is_there():
-        _kinds.move_to_end(sight.key)
-    else:
-        kind = _Kind(sight.anchors, _name_of(function))
-        with _lock:
+    with _lock:
+        kind = _kinds.get(sight.key)
+        if kind is not None and kind.is_there():
+            _kinds.move_to_end(sight.key)
+        else:
+            kind = _Kind(sight.anchors, _name_of(function))
             for key in [key for key, other in _kinds.items() if not other.is_there()]:
                 del _kinds[key]
             _kinds[sight.key] = kind

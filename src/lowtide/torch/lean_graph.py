@@ -60,7 +60,7 @@ class LeanPoint:
 
     @property
     def size(self) -> LeanSize:
-        """What `lean` can be asked for instead of a tape, to get this very point."""
+        """Its tape, and what it makes again at once: what tells it from other points of a menu."""
         return LeanSize(self.tape, self.working)
 
     def __str__(self) -> str:

@@ -212,7 +212,11 @@ class LeanTape:
             in_backward = self._begin()
             view = recipe.views[slot.index]
             assert view is not None
-            tensor = view.of(self._made(value, slot), self._shifts.get(value, 0))
+            try:
+                tensor = view.of(self._made(value, slot), self._shifts.get(value, 0))
+            except BaseException:
+                self._forget()  # another backward begins anew
+                raise
             self._spend(value)
             if not in_backward:
                 self._forget()
