@@ -330,3 +330,10 @@ def test_numbers_of_pythons_and_numpys_random_generators_are_not_remembered() ->
             np.random.seed(seed)  # noqa: NPY002
             outcomes.append(torch.autograd.grad(call(function, x).sum(), x)[0])
         assert torch.equal(*outcomes)
+
+
+def test_no_more_kinds_of_calls_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean_module, "_MOST_KINDS", 3)
+    for size in (2, 3, 4, 5, 6, 2):
+        both(lambda call, _, size=size: [call(torch.exp, leaf(size))])  # type: ignore[misc]
+        assert len(lean_module._kinds) <= 3
