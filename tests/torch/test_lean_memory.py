@@ -289,3 +289,15 @@ def test_traces_hold_no_tensors() -> None:
     del x
     gc.collect()
     assert reference() is None
+
+
+def test_a_value_is_not_written_over_while_another_view_of_it_is_read() -> None:
+    x = leaf(4, 4)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * x
+        return x * (y.unbind(0)[1] + y)
+
+    expected = torch.autograd.grad(function(x).sum(), x)[0]
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(lt.lean(function, x, tape=0).sum(), x)[0], expected)

@@ -112,15 +112,13 @@ class Recipe:
             return None
         (result,) = op.outputs
         for place, view in enumerate(op.args):
-            if type(view) is View and result is not None and view[1:] == result[1:]:
-                value, made = trace.values[view.value], trace.values[result.value]
-                passing = view.value in self.replays and self.uses[view.value] == 1
-                if (
-                    passing
-                    and (value.dtype, value.bytes) == (made.dtype, made.bytes)
-                    and view.value not in self._packed
-                ):
-                    return place
+            if type(view) is not View or result is None or view[1:] != result[1:]:
+                continue
+            value, made = trace.values[view.value], trace.values[result.value]
+            passing = view.value in self.replays and self.uses[view.value] == 1 and view.value not in self._packed
+            alone = all(other == view for other in op.views() if other.value == view.value)
+            if passing and alone and (value.dtype, value.bytes) == (made.dtype, made.bytes):
+                return place
         return None
 
     def most_at_once(self, sizes: dict[int, int]) -> int:
