@@ -236,3 +236,15 @@ def test_an_object_that_is_given_twice() -> None:
         return [y, *torch.autograd.grad(y.sum(), [x, holder.weight])]
 
     both(run)
+
+
+def test_operations_on_sparse_tensors_are_left_alone() -> None:
+    x, matrix = leaf(4, 4), torch.eye(4).to_sparse()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.sparse.mm(matrix, x)
+        return product.exp().sin() * x
+
+    expected = torch.autograd.grad(function(x).sum(), x)[0]
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(lt.lean(function, x).sum(), x)[0], expected)
