@@ -6,6 +6,7 @@ And a prediction: the plan's bill says how much it will be.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ import lowtide.torch as lt
 from lowtide import BudgetError, Plan
 from lowtide.chain import Chain
 from lowtide.torch import measure
-from lowtide.torch.nest import has_forms, nest_of
+from lowtide.torch.layer_plans import LayerPlans
+from lowtide.torch.layers import measure_layers
+from lowtide.torch.nest import has_forms
 from lowtide.torch.sequential import plan_sequential, sequential
 from tests.torch.layered import ROWS, Layered, norm_last, peak_of, plain, residual, transformer, u_shaped, vgg
 
@@ -213,8 +216,16 @@ def test_the_plain_run_holds_all_tapes() -> None:
 def test_a_plan_from_elsewhere_keeps_its_budget(name: str) -> None:
     torch.manual_seed(0)
     row, other = SMALL[name](), SMALL[name]()  # of the other nothing has been measured or traced
-    budget = shares(row, 8)[3]
-    plan = Plan.from_json(plan_sequential(row.layers, row.x, budget=budget).to_json())
-    assert has_forms(nest_of(plan))
+    measured, budget = measure_layers(list(row.layers), row.x, forms=True), shares(row, 8)[3]
+    # With set times the choice does not depend on how busy the machine was: smaller tapes are the cheaper way.
+    chain = measured.chain
+    assert chain is not None
+    steps = [
+        replace(step, forward=1.0, backward=2.0, options=tuple(replace(form, extra=0.01) for form in step.options))
+        for step in (chain[k] for k in range(len(chain)))
+    ]
+    plan, nest = LayerPlans(replace(measured, chain=chain.with_steps(steps))).plan(budget)
+    assert has_forms(nest)
+    plan = Plan.from_json(plan.to_json())
     peaks = [peak_of(other, lambda row: sequential(row.layers, row.x, plan=plan)) for _ in range(2)]
     assert max(peaks) <= budget
