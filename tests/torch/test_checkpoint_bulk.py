@@ -48,10 +48,10 @@ def _modules(dtype: torch.dtype, chunk: int, chunks: int, first: int | None) -> 
     return tally
 
 
-def test_the_first_sample_of_every_operator(record_property: Any) -> None:
-    tally = _operators(torch.float64, of_intermediates, 0, 1, 1)
-    _judge(tally, record_property, "first samples of operators")
-    assert tally.compared > 500
+def test_the_first_sample_of_every_fourth_operator(record_property: Any) -> None:
+    tally = _operators(torch.float64, of_intermediates, 0, 4, 1)
+    _judge(tally, record_property, "first samples of every fourth operator")
+    assert tally.compared > 120
 
 
 def test_the_first_cases_of_every_module(record_property: Any) -> None:
