@@ -14,13 +14,16 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from lowtide.actions import Action, Advance, Save, Tape
 from lowtide.chain import Chain, Disk, StepCost, TapeOption, Ways, Working
 from lowtide.checks import MOST_TOTAL, keep_seconds, keep_whole, whole_number
 from lowtide.errors import InputError
 from lowtide.sizes import format_size
+
+if TYPE_CHECKING:
+    from lowtide.planners.blocks import FrontierPoint
 
 FORMAT = 1
 
@@ -128,21 +131,21 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """What the user turned: "budget", "checkpoints" or "base" with its value, or "none"."""
+    """What the user turned: "budget", "peak", "checkpoints" or "base" with its value, or "none"."""
 
     name: str
     value: int | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in ("budget", "checkpoints", "base", "none"):
-            raise InputError(f"there is no knob {self.name!r}; it is budget, checkpoints, base or none")
+        if self.name not in ("budget", "peak", "checkpoints", "base", "none"):
+            raise InputError(f"there is no knob {self.name!r}; it is budget, peak, checkpoints, base or none")
         if self.name != "none":
             keep_whole(self, "value", least=1, most=MOST_TOTAL)
 
     def __str__(self) -> str:
         if self.value is None:
             return "none given: the least memory that runs no step more than one extra time"
-        return f"{self.name}={format_size(self.value) if self.name == 'budget' else f'{self.value:,}'}"
+        return f"{self.name}={format_size(self.value) if self.name in ('budget', 'peak') else f'{self.value:,}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,20 @@ class Schedule(Protocol):
     @property
     def disk(self) -> Disk | None:
         """The disk tier, if the schedule uses one."""
+
+
+@runtime_checkable
+class ModelSchedule(Protocol):
+    """A schedule of a whole model's blocks: it has a frontier, and its plans are told in words of its own."""
+
+    def frontier(self, chain: Chain) -> tuple[FrontierPoint, ...]:
+        """Every choice worth making, from the largest peak to the least."""
+
+    def lines(self, plan: Plan) -> Iterator[tuple[str, str]]:
+        """See `Plan.lines`."""
+
+    def table(self, plan: Plan) -> Iterator[str]:
+        """A line for each block."""
 
 
 _SCHEDULES: dict[str, type[Schedule]] = {}
@@ -220,6 +237,20 @@ class Plan:
         return self.schedule.bound(self.chain)
 
     @property
+    def frontier(self) -> tuple[FrontierPoint, ...]:
+        """For a whole model's plan: every choice worth making, from the largest peak (all kept) to the least.
+
+        Raises:
+            InputError: the plan is not one of blocks with menus.
+        """
+        if not isinstance(self.schedule, ModelSchedule):
+            raise InputError(
+                f"planner {self.planner!r} has no frontier of blocks; "
+                "lowtide.planners.frontier.frontier(plan.chain) makes a plan for each of many budgets"
+            )
+        return self.schedule.frontier(self.chain)
+
+    @property
     def runs_per_step(self) -> float:
         """Forward runs of an average step, the taping one included: 1.0 is what the plain loop does."""
         return (self.bill.plain_runs + self.bill.taping_runs) / self.chain.length
@@ -238,7 +269,9 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [f"{name:<8}  {text}" for name, text in self.lines()]
-        if not self.chain.is_equal:
+        if isinstance(self.schedule, ModelSchedule):
+            rows += [f"  {line}" for line in self.schedule.table(self)]
+        elif not self.chain.is_equal:
             rows += [f"  {decision}" for decision in self.decisions()]
         return "\n".join(rows)
 
@@ -276,6 +309,9 @@ class Plan:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """The report, as (label, text) pairs."""
+        if isinstance(self.schedule, ModelSchedule):
+            yield from self.schedule.lines(self)
+            return
         bill, chain = self.bill, self.chain
         yield "chain", str(chain)
         yield "plain", f"{format_size(chain.plain_tape)} of tape without a plan"

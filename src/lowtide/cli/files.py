@@ -1,13 +1,33 @@
-"""Files that a command writes at its end: whether that will work is found out at its beginning."""
+"""Files that a command reads, and those it writes at its end: whether that will work is found out at its beginning."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import typer
 
 from lowtide.errors import InputError
+from lowtide.plan import Plan
+
+_V = TypeVar("_V")
+
+
+def read(path: Path, reader: Callable[[str], _V], what: str, maker: str) -> _V:
+    """What `reader` makes of the file's text; `what` is that, and `maker` what writes such files."""
+    try:
+        return reader(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    except ValueError as error:  # Lowtide's own, or bytes that are no text
+        raise InputError(f"{path} is not {what}: {error}; make one with {maker}") from error
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file."""
+    return read(path, Plan.from_json, "a plan", "lowtide plan ... --save plan.json")
 
 
 def check_file(path: Path | None, option: str) -> None:

@@ -1,4 +1,4 @@
-"""`lowtide plan`: plan a user's own function, or a chain on paper."""
+"""`lowtide plan`: plan a user's own function, a chain on paper, or a model's saved plan for another peak."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from lowtide.cli.files import check_file, write
+from lowtide.cli.files import check_file, read_plan, write
 from lowtide.cli.paper import equal_chain, read_chain, read_disk
 from lowtide.cli.report import tell
+from lowtide.cli.sweep import block_plans, print_frontier
 from lowtide.errors import InputError
 from lowtide.plan import Plan
+from lowtide.planners.blocks import for_peak
 from lowtide.planners.choose import choose
 from lowtide.planners.frontier import frontier
 from lowtide.report.page import page as report_page
-from lowtide.sizes import format_size
+from lowtide.report.words import is_model
+from lowtide.sizes import parse_size
 from lowtide.targets import plan_target
 from lowtide.targets.frameworks import FRAMEWORKS
 
@@ -31,13 +33,15 @@ What MODULE:NAME may name:
     (layers, x) for layers, a lowtide.Plan or a lowtide.Chain
   a step y = f(x), a module for example, with --input and --steps
   layers, an nn.Sequential for example, with --input
+A file that ends in .json is a plan that was saved.
 
 \b
 Examples:
   lowtide plan mymodule:make --budget 64MiB --report plan.html
   lowtide plan net.py:net --input 'float32[64,80]' --steps 1000 --budget 25%
   lowtide plan --steps 1000000 --state 64KiB --tape 320KiB --budget 64MiB
-  lowtide plan --steps 1000000 --state 64KiB --tape 320KiB --sweep"""
+  lowtide plan --steps 1000000 --state 64KiB --tape 320KiB --sweep
+  lowtide plan model.json --peak 8GiB --save smaller.json"""
 
 
 def complete_framework() -> list[str]:
@@ -48,7 +52,10 @@ def complete_framework() -> list[str]:
 def plan_command(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="MODULE:NAME", help="Your function: mymodule:make, or path/to/file.py:make."),
+        typer.Argument(
+            metavar="MODULE:NAME",
+            help="Your function: mymodule:make, or path/to/file.py:make; or a saved plan, plan.json.",
+        ),
     ] = None,
     inputs: Annotated[
         list[str] | None,
@@ -68,6 +75,10 @@ def plan_command(
         ),
     ] = None,
     budget: Annotated[str | None, typer.Option(help='Bytes for snapshots, tape and working set: 64MiB, "25%".')] = None,
+    peak: Annotated[
+        str | None,
+        typer.Option(help="Bytes of a whole training step at its worst moment: 8GiB; for a model's saved plan."),
+    ] = None,
     checkpoints: Annotated[int | None, typer.Option(help="At most so many snapshots, and one step of tape.")] = None,
     base: Annotated[int | None, typer.Option(help="A snapshot every so many steps.")] = None,
     working: Annotated[str | None, typer.Option(help="Bytes a step needs while it runs; none by default.")] = None,
@@ -88,14 +99,25 @@ def plan_command(
     """
     knobs: dict[str, Any] = {"budget": budget, "checkpoints": checkpoints, "base": base}
     if sweep:
-        _refuse(knobs, "--sweep tries every budget")
+        _refuse({**knobs, "peak": peak}, "--sweep tries every budget")
         _refuse({"save": save, "report": report}, "--sweep makes many plans")
     check_file(save, "--save")
     check_file(report, "--report")
     disk = read_disk(disk_write, disk_read)
     costs = {"state": state, "tape": tape, "working": working, "forward": forward, "backward": backward}
     made: Plan | None = None
-    if target is not None:
+    if target is not None and target.endswith(".json"):
+        others = {
+            "input": inputs or None,
+            "steps": steps,
+            "framework": framework,
+            "chain": chain,
+            "disk-write": disk_write,
+        }
+        _refuse({**knobs, **costs, **others}, f"{target} is a plan already")
+        made = read_plan(Path(target))
+        the_chain = made.chain
+    elif target is not None:
         _refuse({**costs, "chain": chain}, f"{target} is measured")
         own: dict[str, Any] = {"inputs": inputs or (), "steps": steps, "framework": framework}
         # What the user's code prints goes beside the answer, which may be JSON for another program.
@@ -103,15 +125,20 @@ def plan_command(
             made = plan_target(target, **own) if sweep else plan_target(target, **own, **knobs, disk=disk)
         the_chain = made.chain
     else:
-        _refuse({"input": inputs or None, "framework": framework}, "there is no MODULE:NAME")
+        _refuse({"input": inputs or None, "framework": framework, "peak": peak}, "there is no MODULE:NAME")
         if chain is not None:
             _refuse({"steps": steps, **costs}, "--chain describes every step")
         the_chain = equal_chain(steps, state, tape, working, forward, backward) if chain is None else read_chain(chain)
+    if sweep and made is not None and is_model(made):
+        print_frontier(block_plans(made, points), as_json)
+        return
     if sweep:
-        _print_frontier(_with_bar(frontier(the_chain, points, disk), points), as_json)
+        print_frontier(_with_bar(frontier(the_chain, points, disk), points), as_json)
         return
     if made is None:
         made = choose(the_chain, budget, checkpoints=checkpoints, base=base, disk=disk)
+    if peak is not None:
+        made = for_peak(made, parse_size(peak, "peak"))
     typer.echo(made.to_json() if as_json else str(made))
     if save is not None:
         write(save, made.to_json())
@@ -129,21 +156,3 @@ def _refuse(options: dict[str, Any], why: str) -> None:
     given = [f"--{name}" for name, value in options.items() if value is not None]
     if given:
         raise InputError(f"{why}; leave out {', '.join(given)}")
-
-
-def _print_frontier(plans: list[Plan], as_json: bool) -> None:
-    if as_json:
-        typer.echo("[" + ",\n".join(made.to_json() for made in plans) + "]")
-        return
-    table = Table("budget", "peak", "of plain", "snapshots", "runs/step", "time", title=str(plans[0].chain))
-    for made in plans:
-        bill = made.bill
-        table.add_row(
-            format_size(made.knob.value or 0),
-            format_size(bill.peak_memory),
-            f"{bill.peak_memory / made.chain.plain_tape:.2%}",
-            f"{bill.peak_snapshots:,}",
-            f"{made.runs_per_step:.4g}",
-            f"{made.time_factor:.3f}x",
-        )
-    Console().print(table)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import webbrowser
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lowtide import report
-from lowtide.cli.files import check_file, make_room, write, wrote
+from lowtide.cli.files import check_file, make_room, read, read_plan, write, wrote
 from lowtide.errors import InputError
 from lowtide.plan import Plan, Receipt
 from lowtide.report import Story, figures
@@ -23,8 +22,6 @@ EXAMPLE = """\b
 Example:
   lowtide plan mymodule:make --budget 64MiB --save plan.json
   lowtide report plan.json --figure plan.png --open"""
-
-_V = TypeVar("_V")
 
 
 def report_command(
@@ -45,11 +42,11 @@ def report_command(
     What it keeps, what it runs again, when memory peaks, what other budgets would cost, and the code to paste. The page
     is one file of HTML that loads nothing from elsewhere.
     """
-    plan = _read(plan_file, Plan.from_json, "a plan", "lowtide plan ... --save plan.json")
+    plan = read_plan(plan_file)
     receipt = (
         None
         if receipt_file is None
-        else _read(receipt_file, Receipt.from_json, "a receipt", "receipt.to_json() after a run")
+        else read(receipt_file, Receipt.from_json, "a receipt", "receipt.to_json() after a run")
     )
     page = plan_file.with_suffix(".html") if output is None else output
     taken = [path for path in (plan_file, receipt_file) if path is not None and path.resolve() == page.resolve()]
@@ -81,12 +78,3 @@ def tell(plan: Plan, receipt: Receipt | None, points: int = 32) -> Story:
             points=points,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
-
-
-def _read(path: Path, reader: Callable[[str], _V], what: str, maker: str) -> _V:
-    try:
-        return reader(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from error
-    except ValueError as error:  # Lowtide's own, or bytes that are no text
-        raise InputError(f"{path} is not {what}: {error}; make one with {maker}") from error

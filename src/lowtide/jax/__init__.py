@@ -14,11 +14,13 @@ from lowtide.jax.loops import (
     plan_scan,
     scan,
 )
+from lowtide.jax.model import apply, plan_model
 from lowtide.jax.sequential import checkpoint_sequential, plan_sequential, sequential
 from lowtide.jax.while_loop import checkpointed_while_loop
 
 __all__ = [
     "Comparison",
+    "apply",
     "checkpoint",
     "checkpoint_sequential",
     "checkpointed_for_loop",
@@ -27,6 +29,7 @@ __all__ = [
     "compare_gradients",
     "for_loop",
     "plan_for_loop",
+    "plan_model",
     "plan_scan",
     "plan_sequential",
     "scan",

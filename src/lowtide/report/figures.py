@@ -16,8 +16,8 @@ import numpy as np
 
 from lowtide.actions import Tier
 from lowtide.errors import InputError
-from lowtide.report.picture import GRADIENTS, KINDS, PARAMETERS, PARTS, TIERS, cells, parts_of, size_ticks
-from lowtide.report.words import budget_of, clean, cut, measured_name, times_of
+from lowtide.report.picture import GRADIENTS, KINDS, PARAMETERS, TIERS, cells, layers, layers_of, size_ticks
+from lowtide.report.words import budget_of, clean, cut, is_model, limit_label, limit_name, measured_name, times_of
 from lowtide.sizes import format_size
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def frontier_axes(axes: Axes, story: Story) -> None:
         label=f"below {format_size(story.least)}: no plan",
     )
     axes.minorticks_off()
-    axes.set(xlabel="peak memory", ylabel="time / plain loop", title="What each budget buys")
+    axes.set(xlabel="peak memory", ylabel="time / plain loop", title=f"What each {limit_name(plan)} buys")
     _legend(axes)
 
 
@@ -137,8 +137,8 @@ def memory_axes(axes: Axes, story: Story) -> None:
     plan, timeline = story.plan, story.view.timeline
     scale = _span(plan) / timeline.seconds
     times = [second * scale for moment in timeline.memory for second in (moment.start, moment.stop)]
-    parts = np.repeat(np.array([parts_of(moment) for moment in timeline.memory], dtype=float).T, 2, axis=1)
-    held = [(ink, part) for ink, part in zip(PARTS, parts, strict=True) if part.any()]
+    parts = np.repeat(np.array([layers_of(plan, moment) for moment in timeline.memory], dtype=float).T, 2, axis=1)
+    held = [(ink, part) for ink, part in zip(layers(plan), parts, strict=True) if part.any()]
     if held:
         inks = [ink for ink, _ in held]
         axes.stackplot(
@@ -149,8 +149,8 @@ def memory_axes(axes: Axes, story: Story) -> None:
             lw=0,
         )
     top = timeline.worst.total
-    if story.receipt is not None and story.receipt.curve:
-        curve = story.receipt.curve
+    curve = story.curve
+    if curve:
         label = f"measured, at most {format_size(max(curve))}"
         axes.stairs(
             curve, np.linspace(0, _span(plan), len(curve) + 1), color="#000000", lw=1, label=label, baseline=None
@@ -158,7 +158,7 @@ def memory_axes(axes: Axes, story: Story) -> None:
         top = max(top, *curve)
     budget = budget_of(plan)
     if budget is not None:
-        axes.axhline(budget, color=_PLAN, ls="--", lw=1, label=f"budget {format_size(budget)}")
+        axes.axhline(budget, color=_PLAN, ls="--", lw=1, label=f"{limit_label(plan)} {format_size(budget)}")
         # A budget far above the peak would press the picture flat; its number is in the legend.
         top = max(top, budget) if budget < 2 * top else top
     bottom = _held_anyway(axes, plan, top)
@@ -283,6 +283,8 @@ def _mark_peak(axes: Axes, story: Story, scale: float) -> None:
 def _held_anyway(axes: Axes, plan: Plan, top: int) -> float:
     """Parameters and gradients below 0, where no budget counts them; cut off where they would press the rest flat."""
     depth = 0
+    if is_model(plan):  # whose peak counts them
+        return depth
     for ink, size in ((PARAMETERS, plan.chain.parameters), (GRADIENTS, plan.chain.gradients)):
         if size:
             label = f"{ink.name} {format_size(size)}, in no budget"

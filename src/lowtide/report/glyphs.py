@@ -11,6 +11,7 @@ class Glyphs:
 
     kinds: str  # in the order of Kind
     parts: str  # in the order of PARTS
+    model_parts: str  # in the order of MODEL_PARTS
     memory: str
     disk: str
     bar: str
@@ -21,5 +22,5 @@ class Glyphs:
     limit: str
 
 
-UNICODE = Glyphs("░▒▞▓█", "▒█·░", "─", "═", "━", "▁▂▃▄▅▆▇█", "▶", "─", "…", "╌")
-ASCII = Glyphs(".o/x#", "o#.:", "-", "=", "=", "_.-=+*%#", ">", "-", "...", "~")
+UNICODE = Glyphs("░▒▞▓█", "▒█·░", "▓▚▪█░", "─", "═", "━", "▁▂▃▄▅▆▇█", "▶", "─", "…", "╌")
+ASCII = Glyphs(".o/x#", "o#.:", "%&,#:", "-", "=", "=", "_.-=+*%#", ">", "-", "...", "~")

@@ -16,14 +16,16 @@ import numpy as np
 
 from lowtide.actions import Tier
 from lowtide.plan import Plan, Receipt
-from lowtide.report.picture import KINDS, PARTS, TIERS, Cells, Ink, cells, parts_of, size_ticks
+from lowtide.planners.block_words import BlockRow
+from lowtide.report.picture import KINDS, TIERS, Cells, Ink, cells, layers, layers_of, size_ticks
 from lowtide.report.playing import played
 from lowtide.report.timeline import Kind, Run, Timeline
-from lowtide.report.words import budget_of, clean, cut, plan_lines
+from lowtide.report.words import block_rows, budget_of, clean, cut, is_model, limit_name, plan_lines, time_of
 from lowtide.sizes import format_size
 
 MOST_STEPS = 200_000
 MOST_RUNS = 300_000
+_MOST_ROWS = 100  # of a model's blocks
 _MOST_BOXES = 800  # drawn one by one; more are an image
 _LEFT, _WIDE, _HIGH, _BELOW = 78, 560, 150, 20  # pixels of a picture: margin, area, and room for its time axis
 _STYLE = """<style>
@@ -33,6 +35,7 @@ _STYLE = """<style>
 .lowtide-print th,.lowtide-print td{text-align:left;vertical-align:top;padding:.05em 1em .05em 0;border:0}
 .lowtide-print th,.lowtide-print td{color:inherit;white-space:normal;max-width:none}
 .lowtide-print th{font-weight:600;white-space:nowrap}
+.lowtide-print .blocks td:nth-child(2),.lowtide-print .blocks td:nth-child(3){text-align:right;white-space:nowrap}
 .lowtide-print svg{display:block;max-width:100%;height:auto;margin:.6em 0 0;overflow:visible}
 .lowtide-print text{fill:currentColor;font:11px system-ui,sans-serif}
 .lowtide-print .axis{stroke:currentColor;stroke-opacity:.35;fill:none}
@@ -62,13 +65,28 @@ def _plan_parts(plan: Plan) -> Iterator[str]:
     whole = 'lowtide.report.write(plan, path="plan.html")'
     runs = plan.bill.plain_runs + plan.bill.taping_runs
     yield _table(plan_lines(plan))
+    if is_model(plan):
+        yield _blocks(plan, block_rows(plan))
     if plan.chain.length > MOST_STEPS or runs > MOST_RUNS:
         yield _note(f"{runs:,} runs take a while to play, so there is no picture here; the page has them:", whole)
         return
     timeline = played(plan)
-    yield from _schedule(plan, timeline)
+    if not is_model(plan):  # whose blocks all run forward, then all backward
+        yield from _schedule(plan, timeline)
     yield from _memory(plan, timeline)
-    yield _note("Every budget, every tool and the code to paste:", whole)
+    yield _note(f"Every {limit_name(plan)}, every tool and the code to paste:", whole)
+
+
+def _blocks(plan: Plan, rows: list[BlockRow]) -> str:
+    """The table of a model's blocks."""
+    titles = "".join(f"<th>{title}</th>" for title in ("block", "tape", "time", "decision", "why"))
+    told = [
+        (row.name, format_size(row.tape), time_of(plan, row.seconds), row.decision, row.why)
+        for row in rows[:_MOST_ROWS]
+    ]
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(clean(cell))}</td>' for cell in cells)}</tr>" for cells in told)
+    more = f"<p class='note'>and {len(rows) - _MOST_ROWS:,} more</p>" if len(rows) > _MOST_ROWS else ""
+    return f"<table class='blocks'><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>{more}"
 
 
 def _receipt_parts(receipt: Receipt) -> Iterator[str]:
@@ -142,12 +160,12 @@ def _png(pixels: np.typing.NDArray[np.uint8]) -> str:
 
 def _memory(plan: Plan, timeline: Timeline) -> Iterator[str]:
     """What memory holds, stacked, with the budget where it is near, and the peak with its cause."""
-    worst, budget = timeline.worst, budget_of(plan)
+    worst, budget, inks = timeline.worst, budget_of(plan), layers(plan)
     top = max(worst.total, budget if budget is not None and budget < 2 * worst.total else 0)
     across = _WIDE / timeline.seconds
-    edges = np.cumsum([(0, *parts_of(moment)) for moment in timeline.memory], axis=1)
+    edges = np.cumsum([(0, *layers_of(plan, moment)) for moment in timeline.memory], axis=1)
     drawn = []
-    for part, ink in enumerate(PARTS):
+    for part, ink in enumerate(inks):
         if (edges[:, part] == edges[:, part + 1]).all():
             continue
         spans = [(_LEFT + moment.start * across, _LEFT + moment.stop * across) for moment in timeline.memory]
@@ -161,9 +179,9 @@ def _memory(plan: Plan, timeline: Timeline) -> Iterator[str]:
     x, y = _LEFT + (worst.start + worst.stop) / 2 * across, _level(worst.total, top)
     drawn.append(f'<path fill="currentColor" d="M{x:.1f} {y:.1f}l-4 -7h8z"/>')
     yield _svg("".join(drawn) + _sizes(top) + _axes("predicted time"), "Memory over time, stacked")
-    held = zip(PARTS, parts_of(worst), strict=True)
+    held = zip(inks, layers_of(plan, worst), strict=True)
     yield _key(Ink(f"{ink.name} {format_size(size)}", ink.colour) for ink, size in held if size)
-    limit = "" if budget is None else f" The dashed line is the budget, {format_size(budget)}."
+    limit = "" if budget is None else f" The dashed line is the {limit_name(plan)}, {format_size(budget)}."
     yield f"<p class='note'>Peak {escape(format_size(worst.total))}: {escape(clean(worst.what))}.{escape(limit)}</p>"
 
 

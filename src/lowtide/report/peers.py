@@ -10,6 +10,8 @@ from lowtide.chain import Chain
 from lowtide.checks import keep_seconds, keep_whole
 from lowtide.errors import InputError
 from lowtide.plan import Knob, Plan, Schedule
+from lowtide.planners.block_words import is_block
+from lowtide.planners.blocks import Blocks
 from lowtide.planners.revolve import Revolve
 from lowtide.planners.sweep import Base, Sweep
 
@@ -40,6 +42,17 @@ def peers(chain: Chain) -> tuple[Mark, ...]:
     for mark in _choices(chain):
         marks.setdefault((mark.peak, mark.time_factor), mark)  # on short chains several come to the same
     return tuple(marks.values())
+
+
+def block_peers(chain: Chain) -> tuple[Mark, ...]:
+    """The same for a whole model's blocks: all kept, and all that can be run again whole."""
+    forms = [[entry.name for entry in chain[k].menu] for k in range(len(chain))]
+    again = tuple(
+        names.index("rerun") if "rerun" in names and is_block(chain, k) else 0 for k, names in enumerate(forms)
+    )
+    yes = "torch.utils.checkpoint around each block: what gradient_checkpointing does"
+    marks = [_mark(chain, "all kept", Blocks((0,) * len(chain)), "keeps every tape and runs nothing again")]
+    return (*marks, _mark(chain, "every block rerun", Blocks(again), yes)) if any(again) else tuple(marks)
 
 
 def _mark(chain: Chain, name: str, schedule: Schedule, note: str) -> Mark:

@@ -13,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.actions import Tier
+from lowtide.plan import Plan
+from lowtide.planners.block_words import fixed_parts
+from lowtide.planners.blocks import Blocks
 from lowtide.report.timeline import Kind, Moment, Raster, Timeline
 
 
@@ -39,11 +42,36 @@ PARTS = (
 )
 PARAMETERS = Ink("parameters", "#525252")
 GRADIENTS = Ink("gradients", "#969696")
+MODEL_PARTS = (
+    PARAMETERS,
+    Ink("optimizer state", "#7b8fa1"),
+    Ink("inputs and buffers", "#b8c4cf"),
+    Ink("tapes", "#2b7bba"),
+    Ink("the rest", "#f0b450"),
+)
 
 
 def parts_of(moment: Moment) -> tuple[int, int, int, int]:
     """Bytes of a moment in the order of `PARTS`."""
     return moment.snapshots, moment.tape, moment.cotangent, moment.working
+
+
+def layers(plan: Plan) -> tuple[Ink, ...]:
+    """What memory over time is stacked of, the lowest first: what the plan's budget counts, or a model's peak."""
+    return MODEL_PARTS if isinstance(plan.schedule, Blocks) else PARTS
+
+
+def layers_of(plan: Plan, moment: Moment) -> tuple[int, ...]:
+    """Bytes of a moment in the order of `layers`."""
+    if not isinstance(plan.schedule, Blocks):
+        return parts_of(moment)
+    fixed = fixed_parts(plan.chain, plan.schedule)
+    # What is held all along is there while a step is taped too, which needs to say nothing of it.
+    found, left = [], max(moment.working, min(sum(size for _, size in fixed), plan.bill.peak_memory - moment.tape))
+    for _, size in fixed:
+        found.append(min(size, left))
+        left -= found[-1]
+    return *found, moment.tape, left
 
 
 def size_ticks(top: int, most: int = 5) -> list[int]:

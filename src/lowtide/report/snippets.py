@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lowtide.plan import Knob, Plan
+from lowtide.planners.blocks import Blocks
 from lowtide.planners.choose import has_rooms
 from lowtide.sizes import format_size, parse_size
 
@@ -25,6 +26,9 @@ _READING = (
 
 def snippets(plan: Plan) -> tuple[Snippet, ...]:
     """One for each front end that the plan can be for, the likely one first, and one that reads it from a file."""
+    if isinstance(plan.schedule, Blocks):
+        in_file = f"{_READING}\nimport lowtide.torch as lt\n\nlt.apply(plan, model)"
+        return *for_model(plan.schedule, _knob(plan.knob)), Snippet(PLAN_FILE, in_file)
     if not plan.chain.is_equal:
         return _for_layers(plan.knob)
     knob = _knob(plan.knob)
@@ -38,6 +42,19 @@ def snippets(plan: Plan) -> tuple[Snippet, ...]:
     )
     file = Snippet(PLAN_FILE, f"{_READING}\n{_loops('torch', '', ', plan=plan')}")
     return (jax, brainstate, torch, file) if has_rooms(plan) else (torch, jax, brainstate, file)
+
+
+def for_model(schedule: Blocks, knob: str) -> tuple[Snippet, ...]:
+    """The same for a whole model, with the peak as one more argument; a plan for any peak has it."""
+    trained = ", optimizer=optimizer" if schedule.optimizer else ""
+    return (
+        Snippet(
+            "PyTorch",
+            "import lowtide.torch as lt\n\n"
+            "# once, before training; inputs are what the model is called with\n"
+            f"plan = lt.auto_checkpoint(model, *inputs{knob}{trained})",
+        ),
+    )
 
 
 def _loops(front_end: str, was: str, knob: str) -> str:
@@ -70,8 +87,6 @@ def _knob(knob: Knob) -> str:
     """The knob as one more argument."""
     if knob.value is None:
         return ""
-    if knob.name != "budget":
-        return f", {knob.name}={knob.value}"
     written = format_size(knob.value).replace(" ", "")
-    exact = "," not in written and parse_size(written) == knob.value
-    return f', budget="{written}"' if exact else f", budget={knob.value}"
+    is_size = knob.name in ("budget", "peak") and "," not in written and parse_size(written) == knob.value
+    return f', {knob.name}="{written}"' if is_size else f", {knob.name}={knob.value}"

@@ -7,36 +7,48 @@ more. Names are always text: markup in them is not applied, and control characte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from lowtide.actions import Tier
-from lowtide.report.glyphs import ASCII, UNICODE, Glyphs
+from lowtide.report.glyphs import ASCII, UNICODE
 from lowtide.report.peers import Mark
-from lowtide.report.picture import KINDS, PARTS, TIERS, Cells, Ink, cells, parts_of
+from lowtide.report.picture import KINDS, TIERS, Cells, Ink, cells, layers, layers_of
+from lowtide.report.sheet import MARGIN, Sheet
 from lowtide.report.snippets import snippets
 from lowtide.report.story import Story, View
 from lowtide.report.timeline import Kind
-from lowtide.report.words import budget_of, clean, figure_of, measured_name, plan_lines, share_of, times_of
+from lowtide.report.words import (
+    block_rows,
+    budget_of,
+    figure_of,
+    is_model,
+    limit_label,
+    limit_name,
+    measured_name,
+    plan_lines,
+    share_of,
+    time_of,
+    times_of,
+    whole_of,
+)
 from lowtide.sizes import format_size
 
 _MOST_ROWS = 40
 _MOST_BUDGETS = 12
-_MARGIN = 11  # left of the pictures
 _HEIGHT = 12  # of the schedule, in lines
 _TALLEST = 24  # where each line is a layer
 _MEMORY_HEIGHT = 8
 _LIMIT = "#d7191c"
 _FULL = 4.0  # times the plain run's: a full bar
-_GAP = 2  # between columns
 _FRONTIER = ("  knob", "peak", "of plain", "runs/step", "time")
+_MODEL_FRONTIER = ("  ask for", "peak", "of all kept", "extra", "time")
+_BLOCKS = ("block", "tape", "time", "decision")
 _ROWS = ("what", "state", "tape", "again", "stored", "extra", "decision")
 _LEAST_WHY = 30  # cells; a reason cut shorter than that is none
 
@@ -67,14 +79,15 @@ class _Print:
         yield page.pairs(plan_lines(story.plan))
         if story.receipt is not None:
             yield page.pairs((f"run's {line[:8].strip()}", line[8:]) for line in str(story.receipt).splitlines())
-        yield page.heading("What each budget buys")
+        yield page.heading(f"What each {limit_name(story.plan)} buys")
         yield page.frontier(story)
-        yield page.heading("Schedule: which step runs when, and which snapshots are stored meanwhile")
-        yield from page.schedule(story.view)
+        if not is_model(story.plan):  # whose blocks all run forward, then all backward
+            yield page.heading("Schedule: which step runs when, and which snapshots are stored meanwhile")
+            yield from page.schedule(story.view)
         yield page.heading("Memory over time")
         yield from page.memory(story)
-        yield page.heading("What happens to each part of the chain")
-        yield from page.rows(story.view)
+        yield page.heading(f"What happens to each {'block' if is_model(story.plan) else 'part of the chain'}")
+        yield from page.blocks(story.view) if is_model(story.plan) else page.rows(story.view)
         yield page.heading("The code to paste")
         for snippet in snippets(story.plan):
             yield page.text(f"# {snippet.name}", "bold")
@@ -83,64 +96,29 @@ class _Print:
             yield Text("")
 
 
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """A page of some width, in some encoding."""
-
-    width: int
-    encoding: str
-    glyphs: Glyphs
-
-    def written(self, text: str) -> str:
-        """The text without control characters, as the encoding can write it; it keeps its indentation."""
-        indented = " " * (len(text) - len(text.lstrip(" "))) + clean(text)
-        return indented.encode(self.encoding, "replace").decode(self.encoding)
-
-    def text(self, text: str, style: str = "", most: int | None = None) -> Text:
-        """A line of at most `most` cells, or the page's width."""
-        made = Text(self.written(text), style, no_wrap=True, overflow="crop")
-        most = self.width if most is None else most
-        if made.cell_len > most:
-            made.truncate(max(most - len(self.glyphs.more), 0), overflow="crop")
-            made.append(self.glyphs.more[:most])
-        return made
-
-    def wrapped(self, text: str, style: str) -> Text:
-        """A paragraph on as many lines as it takes."""
-        return Text(self.written(text), style, overflow="fold")
-
-    def heading(self, title: str) -> Rule:
-        """A line that begins a section."""
-        return Rule(self.text(title, "bold", self.width - 6), characters=self.glyphs.rule, align="left", style="dim")
-
-    def pairs(self, lines: Iterable[tuple[str, str]]) -> Table:
-        """Labels and texts; texts wrap."""
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for label, text in lines:
-            table.add_row(self.text(label), Text(self.written(text)))
-        return table
+class _Page(Sheet):
+    """The parts of the report."""
 
     def frontier(self, story: Story) -> Table:
         """A line for each of some budgets, the plan among them, then the usual tools and measurements."""
-        plain, knob = story.plan.chain.plain_tape, str(story.plan.knob)
+        plan, knob, plain = story.plan, str(story.plan.knob), story.plan.chain.plain_seconds
+        titles = _MODEL_FRONTIER if is_model(plan) else _FRONTIER
         runs = {str(view.plan.knob): figure_of(view.plan.runs_per_step) for view in story.views}
         named = [(self.glyphs.here if mark.name == knob else " ", mark.name, mark) for mark in _some(story)]
         named += [(" ", mark.name, mark) for mark in story.peers]
         named += [(" ", measured_name(mark), mark) for mark in story.measured]
         lines: list[list[str | Text]] = [
             [
-                self.text(f"{here} {name}", most=self._names()),
+                self.text(f"{here} {name}", most=self.names()),
                 format_size(mark.peak),
-                share_of(mark.peak, plain),
-                runs.get(name, ""),
+                share_of(mark.peak, whole_of(plan)),
+                time_of(plan, plain * (mark.time_factor - 1)) if is_model(plan) else runs.get(name, ""),
                 times_of(mark.time_factor),
             ]
             for here, name, mark in named
         ]
-        room, most = self._room(lines, _FRONTIER), max(mark.time_factor for _, _, mark in named)
-        table = self._table(*_FRONTIER, "")
+        room, most = self.room(lines, titles), max(mark.time_factor for _, _, mark in named)
+        table = self.table(*titles, "")
         for line, (here, _, mark) in zip(lines, named, strict=True):
             bar = self.glyphs.bar * max(1, round(room * _height(mark.time_factor, most))) if room >= 6 else ""
             table.add_row(*line, bar, style="bold" if here != " " else "")
@@ -148,18 +126,18 @@ class _Page:
 
     def schedule(self, view: View) -> Iterator[Text]:
         """Time to the right, steps upwards; each cell shows what most of its time goes to."""
-        chain, width = view.plan.chain, self.width - _MARGIN
+        chain, width = view.plan.chain, self.width - MARGIN
         height = _TALLEST if chain.names and chain.length <= _TALLEST else _HEIGHT
         picture = cells(view.timeline, chain.length, width, height)
         columns, rows = picture.memory.shape
         for row in reversed(range(rows)):
             first = row * chain.length // rows
             name = chain.name(first) if chain.names and rows == chain.length else f"{first:,}"
-            line = self._label(name)
+            line = self.label(name)
             for column in range(columns):
                 line.append(*self._cell(picture, column, row))
             yield line
-        yield from self._legend(
+        yield from self.legend(
             [
                 *(
                     (self.glyphs.kinds[kind], Ink(KINDS[kind].name, _colour(kind)))
@@ -182,36 +160,39 @@ class _Page:
 
     def memory(self, story: Story) -> Iterator[Text]:
         """What memory holds, stacked, with the budget where it is near, the peak and its cause."""
-        timeline, plan, width = story.view.timeline, story.plan, self.width - _MARGIN
-        worst = timeline.worst
+        timeline, plan, width = story.view.timeline, story.plan, self.width - MARGIN
+        worst, inks = timeline.worst, layers(plan)
+        glyphs = self.glyphs.model_parts if is_model(plan) else self.glyphs.parts
         budget = budget_of(plan)
         top = max(worst.total, budget if budget is not None and budget < 1.5 * worst.total else 0)
-        held = np.zeros((width, len(PARTS)))
+        held = np.zeros((width, len(inks)))
         for moment in timeline.memory:
             first = min(int(moment.start / timeline.seconds * width), width - 1)
             last = max(int(np.ceil(moment.stop / timeline.seconds * width)), first + 1)
             fuller = held[first:last].sum(axis=1) < moment.total  # a column shows the worst of its time
-            held[first:last][fuller] = parts_of(moment)
+            held[first:last][fuller] = layers_of(plan, moment)
         edges = held.cumsum(axis=1)
         limit = -1 if budget is None or budget > top else min(int(budget / top * _MEMORY_HEIGHT), _MEMORY_HEIGHT - 1)
         for row in reversed(range(_MEMORY_HEIGHT)):
             at = (row + 0.5) / _MEMORY_HEIGHT * top
-            mark = {_MEMORY_HEIGHT - 1: format_size(top), 0: "0 B"} | {limit: "budget"}
-            line = self._label(mark.get(row, ""))
+            mark = {_MEMORY_HEIGHT - 1: format_size(top), 0: "0 B"} | {limit: limit_label(plan)}
+            line = self.label(mark.get(row, ""))
             for below in edges:
                 part = int(np.searchsorted(below, at))
-                if part < len(PARTS):
-                    line.append(self.glyphs.parts[part], PARTS[part].colour)
+                if part < len(inks):
+                    line.append(glyphs[part], inks[part].colour)
                 else:
                     line.append(self.glyphs.limit if row == limit else " ", _LIMIT)
             yield line
-        parts = zip(self.glyphs.parts, PARTS, parts_of(worst), strict=True)
-        yield from self._legend(
+        parts = zip(glyphs, inks, layers_of(plan, worst), strict=True)
+        yield from self.legend(
             [(glyph, Ink(f"{ink.name} {format_size(size)}", ink.colour)) for glyph, ink, size in parts if size]
         )
         yield self.text(f"peak {format_size(worst.total)} after {self._when(story)} of the time: {worst.what}")
-        if story.receipt is not None and story.receipt.curve:
-            yield from self._measured(story.receipt.curve, width)
+        if story.curve:
+            yield from self._measured(story.curve, width)
+            without = " without results and gradients" if is_model(plan) else ""
+            yield self.text(f"most measured{without}: {format_size(max(story.curve))}")
 
     @staticmethod
     def _when(story: Story) -> str:
@@ -225,17 +206,16 @@ class _Page:
         most = np.maximum.reduceat(np.array(curve, dtype=float), starts)
         levels = np.ceil(most / max(most.max(), 1.0) * len(self.glyphs.levels)).astype(int) - 1
         spread = np.arange(width) * columns // width
-        line = self._label("measured")
+        line = self.label("measured")
         line.append("".join(self.glyphs.levels[max(level, 0)] for level in levels[spread]))
         yield line
-        yield self.text(f"most measured: {format_size(max(curve))}")
 
     def rows(self, view: View) -> Iterator[RenderableType]:
         """A line for each layer or range of steps, and how many were left out; `extra` is time, as a share of plain."""
         shown, plain = view.rows[:_MOST_ROWS], view.plan.chain.plain_seconds or 1.0
         lines: list[list[str | Text]] = [
             [
-                self.text(row.name, most=self._names()),
+                self.text(row.name, most=self.names()),
                 format_size(row.state),
                 format_size(row.tape),
                 figure_of(row.again),
@@ -245,50 +225,39 @@ class _Page:
             ]
             for row in shown
         ]
-        room = self._room(lines, _ROWS)
-        table = self._table(*_ROWS, "why" if room >= _LEAST_WHY else "")
+        room = self.room(lines, _ROWS)
+        table = self.table(*_ROWS, "why" if room >= _LEAST_WHY else "")
         for line, row in zip(lines, shown, strict=True):
             form = "" if row.form == "keep" else f"taped as {row.form}; "
             table.add_row(*line, self.text(form + row.why, most=room) if room >= _LEAST_WHY else "")
         yield table
-        if len(view.rows) > _MOST_ROWS:
-            yield self.text(f"{self.glyphs.more} and {len(view.rows) - _MOST_ROWS:,} more")
+        yield from self._more(len(view.rows))
 
-    def _names(self) -> int:
-        """Cells for a name in a table."""
-        return min(max(self.width // 3, 12), 44)
+    def blocks(self, view: View) -> Iterator[RenderableType]:
+        """A line for each block of a model, and how many were left out."""
+        rows = block_rows(view.plan)
+        if not rows:
+            yield self.text("there are no blocks to choose for")
+            return
+        lines: list[list[str | Text]] = [
+            [
+                self.text(row.name, most=self.names()),
+                format_size(row.tape),
+                time_of(view.plan, row.seconds),
+                self.text(row.decision, "bold" if row.decision == "keep" else "", self.names()),
+            ]
+            for row in rows[:_MOST_ROWS]
+        ]
+        room = self.room(lines, _BLOCKS)
+        table = self.table(*_BLOCKS, "why")
+        for line, row in zip(lines, rows, strict=False):
+            table.add_row(*line, self.text(row.why, most=max(room, 0)))
+        yield table
+        yield from self._more(len(rows))
 
-    def _room(self, lines: Sequence[Sequence[str | Text]], titles: Sequence[str]) -> int:
-        """Cells that are left for a table's last column."""
-        taken = sum(
-            max(cell_len(title), *(cell_len(str(line[place])) for line in lines)) for place, title in enumerate(titles)
-        )
-        return self.width - taken - _GAP * len(titles)
-
-    def _table(self, *titles: str) -> Table:
-        """A table without lines: the first and the last column are words, the others figures."""
-        table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", pad_edge=False, collapse_padding=True)
-        for place, title in enumerate(titles):
-            is_words = place in (0, len(titles) - 1) or title == "decision"
-            table.add_column(title, justify="left" if is_words else "right", no_wrap=True, overflow="crop")
-        return table
-
-    def _label(self, name: str) -> Text:
-        """The start of a picture's line, in the margin."""
-        label = self.text(name, "", _MARGIN - 1)
-        line = Text(" " * (_MARGIN - 1 - label.cell_len), no_wrap=True, overflow="crop")
-        return line.append(label).append(" ")
-
-    def _legend(self, entries: list[tuple[str, Ink]]) -> Iterator[Text]:
-        """What the glyphs mean, on as many lines as it takes."""
-        line = Text(" " * _MARGIN)
-        for glyph, ink in entries:
-            entry = Text.assemble("" if line.cell_len == _MARGIN else "   ", (glyph, ink.colour), f" {ink.name}")
-            if line.cell_len > _MARGIN and line.cell_len + entry.cell_len > self.width:
-                yield line
-                line, entry = Text(" " * _MARGIN), entry[3:]
-            line.append(entry)
-        yield line
+    def _more(self, rows: int) -> Iterator[Text]:
+        if rows > _MOST_ROWS:
+            yield self.text(f"{self.glyphs.more} and {rows - _MOST_ROWS:,} more")
 
 
 def _colour(kind: Kind) -> str:

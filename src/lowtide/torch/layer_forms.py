@@ -30,7 +30,11 @@ def lean_points(layers: tuple[Layer, ...], state: Any) -> list[LeanPoint]:
     """
     if not can_lean(through, layers, state):
         return []
-    points = lean_menu(through, layers, state)
+    return worthwhile(lean_menu(through, layers, state))
+
+
+def worthwhile(points: list[LeanPoint]) -> list[LeanPoint]:
+    """Of the points of a menu, those near all that is free, half of that, and twice as much; the largest tape first."""
     free = next(point for point in points if point.is_free)
     saved = free.plain_tape - free.tape
     sizes = (free.plain_tape - saved / 2, free.tape, free.tape / 2)
@@ -42,6 +46,12 @@ def lean_points(layers: tuple[Layer, ...], state: Any) -> list[LeanPoint]:
 def name_of_form(point: LeanPoint) -> str:
     """What the menu calls it."""
     return f"lean {point.tape} + {point.working} B"
+
+
+def size_of_form(name: str) -> LeanSize | None:
+    """The size that the menu's name for a form says, or None."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else LeanSize(int(match[1]), int(match[2]))
 
 
 def run_lean(layers: tuple[Layer, ...], state: Any, size: LeanSize) -> Any:
@@ -58,12 +68,12 @@ class Forms:
     def __call__(self, layers: tuple[Layer, ...], step: int, option: int, state: Any) -> Any:
         """Run a step in one form."""
         name = self._chain[step].menu[option].name
-        match = _NAME.fullmatch(name)
-        if match is None:
+        size = size_of_form(name)
+        if size is None:
             raise InputError(
                 f"the plan tapes step {step:,} in a form called {name!r}, which layers do not have; plan again with "
                 "plan_sequential"
             )
         if not torch.is_grad_enabled():
             return through(layers, state)
-        return run_lean(layers, state, LeanSize(int(match[1]), int(match[2])))
+        return run_lean(layers, state, size)

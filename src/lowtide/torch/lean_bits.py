@@ -34,13 +34,11 @@ class Bits:
 def bits_of(tensor: torch.Tensor) -> tuple[Bits, torch.Tensor] | None:
     """How the tensor is in bits, and they; None if it has other numbers than 0 and one above, or gaps."""
     tensor, count = tensor.detach(), tensor.numel()
-    if not count or count * tensor.element_size() != tensor.untyped_storage().nbytes():
+    if bytes_in_bits(tensor) is None:
         return None
     flat = tensor.as_strided((count,), (1,), 0)
     if tensor.dtype is torch.bool:
         return Bits(count, tensor.dtype, 1.0), _packed(flat)
-    if not tensor.dtype.is_floating_point:
-        return None
     number = float(flat.amax())
     ones = flat == number if number > 0 else flat != 0
     if (
@@ -50,6 +48,14 @@ def bits_of(tensor: torch.Tensor) -> tuple[Bits, torch.Tensor] | None:
     ):
         return None
     return Bits(count, tensor.dtype, number), _packed(ones)
+
+
+def bytes_in_bits(tensor: torch.Tensor) -> int | None:
+    """Bytes that the tensor takes in bits, if it has no other numbers than 0 and one above; None if it has gaps."""
+    count = tensor.numel()
+    if not count or count * tensor.element_size() != tensor.untyped_storage().nbytes():
+        return None
+    return -(-count // 8) if tensor.dtype is torch.bool or tensor.dtype.is_floating_point else None
 
 
 def _packed(ones: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from lowtide.errors import BudgetError, InputError
 from lowtide.planners.cut import Cut, Operation, Value, everything, frontier, least_bytes
 from lowtide.sizes import format_size, parse_budget
-from lowtide.torch.lean_bits import bits_of
+from lowtide.torch.lean_bits import bits_of, bytes_in_bits
 from lowtide.torch.lean_recipe import Recipe, Source
 from lowtide.torch.lean_trace import Op, Trace, View
 
@@ -114,13 +114,23 @@ class LeanGraph:
         for number, index in self._first.items():
             value = self.trace.values[number]
             if (value.two or value.dtype is torch.bool) and value.maker is not None and not value.odd:
-                began = perf_counter()
-                row = bits_of(held[index])
+                row = self._in_bits(held[index])
                 if row is not None:
-                    bits, tensor = row
-                    bits.tensor(tensor)
-                    found[number] = tensor.nbytes, perf_counter() - began
+                    found[number] = row
         return found
+
+    def _in_bits(self, tensor: torch.Tensor) -> tuple[int, float] | None:
+        device = self.trace.device
+        if device is not None:
+            size = bytes_in_bits(tensor)
+            return None if size is None else (size, 2 * device.seconds(0, tensor.nbytes + size, tensor.dtype))
+        began = perf_counter()
+        row = bits_of(tensor)
+        if row is None:
+            return None
+        bits, packed = row
+        bits.tensor(packed)
+        return packed.nbytes, perf_counter() - began
 
     @cached_property
     def _numbers(self) -> list[int]:

@@ -20,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lowtide.torch.devices import Device
+from lowtide.torch.op_seconds import seconds_of
+from lowtide.torch.operations import word_of, written_by
 from lowtide.torch.storages import Log
 
 # Operations that do nothing but allocate: what is in it is not repeated.
@@ -211,7 +214,7 @@ class Op:
     @property
     def is_heavy(self) -> bool:
         """Whether it is a matrix product, a convolution, attention or the like."""
-        word = _word(self.func).strip("_")
+        word = word_of(self.func).strip("_")
         return any(word == heavy or (len(heavy) > 3 and heavy in word) for heavy in _HEAVY)
 
 
@@ -227,8 +230,12 @@ class Pack:
 
 @dataclass(slots=True)
 class Trace:
-    """What a run did."""
+    """What a run did.
 
+    With a `device` the run is one on paper: operations take as long as they would there, and none runs twice.
+    """
+
+    device: Device | None = None
     values: dict[int, Value] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     packs: list[Pack] = field(default_factory=list)
@@ -351,10 +358,13 @@ class _Tracing(TorchDispatchMode):
         if not made:
             return result  # a view, a change in place, or a number
         never = "changes something in place" if changes else self._why_never(func, leaves, arguments)
-        for _ in range(_TIMES if not never and seconds < _SHORT else 0):
-            began = _now(leaves)
-            func(*args, **kwargs)
-            seconds = min(seconds, _now(leaves) - began)
+        if trace.device is not None:
+            seconds = seconds_of(func, args, kwargs, result, trace.device)
+        else:
+            for _ in range(_TIMES if not never and seconds < _SHORT else 0):
+                began = _now(leaves)
+                func(*args, **kwargs)
+                seconds = min(seconds, _now(leaves) - began)
         trace.ops.append(Op(func, viewed_args, viewed_kwargs, inputs, outputs, seconds, never, trace.time))
         return result
 
@@ -375,23 +385,16 @@ class _Tracing(TorchDispatchMode):
 
     def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Note which values an operation changes in place; gives whether it does."""
-        trace, silently = self._trace, _updates_statistics(func, args, kwargs)
-        if not func._schema.is_mutable and not silently:
-            return False
-        for place, argument in enumerate(func._schema.arguments):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if not written and not (silently and argument.name.startswith("running")):
-                continue
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            for tensor in tree_leaves(given):
-                if isinstance(tensor, torch.Tensor):
-                    value = trace.values[trace.number(tensor)]
-                    value.changed = trace.time
-                    value.two = _has_two(func, args, trace)
-        return True
+        trace, written = self._trace, written_by(func, args, kwargs)
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, torch.Tensor):
+                value = trace.values[trace.number(tensor)]
+                value.changed = trace.time
+                value.two = _has_two(func, args, trace)
+        return func._schema.is_mutable or bool(written)
 
     def _why_never(self, func: Any, leaves: list[torch.Tensor], arguments: list[Any]) -> str:
-        name = _word(func)
+        name = word_of(func)
         if func.namespace != "aten":
             return "is not torch's own"
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -413,23 +416,9 @@ class _Tracing(TorchDispatchMode):
         return ""
 
 
-def _word(func: Any) -> str:
-    """The operation's name without what comes before and after: "mul"."""
-    name: str = func._schema.name
-    return name.split("::")[-1]
-
-
-def _updates_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is one of the batch norms that change running statistics without their schema saying so."""
-    if "batch_norm" not in _word(func):
-        return False
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    return given.get("running_mean") is not None and bool(given.get("training", True))
-
-
 def _has_two(func: Any, args: tuple[Any, ...], trace: Trace) -> bool:
     """Whether the operation's result has two different numbers only, one of them 0."""
-    word = _word(func)
+    word = word_of(func)
     if word in ("bernoulli", "bernoulli_"):
         return True
     if not args or not isinstance(args[0], torch.Tensor):

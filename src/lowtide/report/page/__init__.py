@@ -17,7 +17,7 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,36 +26,32 @@ import lowtide
 from lowtide.actions import Tier
 from lowtide.errors import InputError
 from lowtide.plan import Plan, Receipt
+from lowtide.report.page.columns import Column
+from lowtide.report.page.model import model_data
 from lowtide.report.peers import Mark
 from lowtide.report.rows import Row
 from lowtide.report.snippets import PLAN_FILE, snippets
 from lowtide.report.story import HasReceipt, Progress, Story, View, measured_peak, tell
 from lowtide.report.timeline import Raster, Timeline
-from lowtide.report.words import budget_of
+from lowtide.report.words import budget_of, limit_label, limit_name, title_of, whole_of
 from lowtide.sizes import format_size
 
 TICKS = 100_000  # times in the data are whole ticks, so many for the whole
-_SCRIPTS = ("tools.js", "verdict.js", "frontier.js", "schedule.js", "memory.js", "table.js", "main.js")
+_SCRIPTS = ("tools.js", "verdict.js", "frontier.js", "schedule.js", "memory.js", "table.js", "model.js", "main.js")
 _PACKAGES = ("torch", "jax", "brainstate", "numpy")
 
 
-class _Column(NamedTuple):
-    key: str
-    label: str
-    kind: str
-
-
 _COLUMNS = (
-    _Column("name", "step", "text"),
-    _Column("steps", "steps", "number"),
-    _Column("state", "state", "bytes"),
-    _Column("tape", "tape", "bytes"),
-    _Column("time", "forward, of plain", "number"),
-    _Column("again", "run again", "number"),
-    _Column("stored", "states stored", "number"),
-    _Column("form", "tape form", "text"),
-    _Column("decision", "decision", "text"),
-    _Column("why", "why", "text"),
+    Column("name", "step", "text"),
+    Column("steps", "steps", "number"),
+    Column("state", "state", "bytes"),
+    Column("tape", "tape", "bytes"),
+    Column("time", "forward, of plain", "number"),
+    Column("again", "run again", "number"),
+    Column("stored", "states stored", "number"),
+    Column("form", "tape form", "text"),
+    Column("decision", "decision", "text"),
+    Column("why", "why", "text"),
 )
 
 
@@ -100,7 +96,7 @@ def page(story: Story) -> str:
     packed = base64.b64encode(zlib.compress(json.dumps(data(story), allow_nan=False).encode(), 9)).decode()
     assets = files(__name__)
     parts = {
-        "<!--TITLE-->": html.escape(f"Lowtide: {story.plan.chain}"),
+        "<!--TITLE-->": html.escape(f"Lowtide: {title_of(story.plan)}"),
         "/*CSS*/": (assets / "page.css").read_text(encoding="utf-8"),
         "/*JS*/": "\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS),
         "<!--DATA-->": f'<script id="data" type="text/plain">{packed}</script>',
@@ -112,10 +108,11 @@ def page(story: Story) -> str:
 
 
 def data(story: Story) -> dict[str, Any]:
-    """What the page's scripts read."""
+    """What the page's scripts read. A whole model's views are made there, from its menus."""
     plan, chain = story.plan, story.plan.chain
+    of_model = model_data(story)
     return {
-        "title": str(chain),
+        "title": title_of(plan),
         "lowtide": lowtide.__version__,
         "versions": [["Python", platform.python_version()], *_versions()],
         "written": f"{datetime.now():%Y-%m-%d %H:%M}",
@@ -125,8 +122,9 @@ def data(story: Story) -> dict[str, Any]:
             "parameters": chain.parameters,
             "gradients": chain.gradients,
         },
-        "plain": {"memory": chain.plain_tape, "seconds": chain.plain_seconds},
+        "plain": {"memory": whole_of(plan), "seconds": chain.plain_seconds},
         "knob": str(plan.knob),
+        "limit": {"name": limit_name(plan), "label": limit_label(plan)},
         "budget": budget_of(plan),
         "least": story.least,
         "chosen": story.chosen,
@@ -135,10 +133,11 @@ def data(story: Story) -> dict[str, Any]:
         "frontier": [_mark(mark) for mark in story.frontier],
         "peers": [_mark(mark) for mark in story.peers],
         "measured": [_mark(mark) for mark in story.measured],
-        "receipt": None if story.receipt is None else _receipt(story.receipt, story.measuring),
+        "receipt": None if story.receipt is None else _receipt(story, story.receipt),
         "columns": [column._asdict() for column in _COLUMNS],
-        "views": [_view(view, own=k == story.chosen) for k, view in enumerate(story.views)],
-    }
+        "views": [] if of_model else [_view(view, own=k == story.chosen) for k, view in enumerate(story.views)],
+        "model": None,
+    } | of_model
 
 
 def _versions() -> list[list[str]]:
@@ -155,16 +154,14 @@ def _mark(mark: Mark) -> dict[str, Any]:
     return {"name": mark.name, "peak": mark.peak, "factor": mark.time_factor, "note": mark.note}
 
 
-def _receipt(receipt: Receipt, measuring: str) -> dict[str, Any]:
-    lines = [line.split(maxsplit=1) for line in str(receipt).splitlines()]
-    peak = measured_peak(receipt)
+def _receipt(story: Story, receipt: Receipt) -> dict[str, Any]:
+    peak = measured_peak(story.plan, receipt)
     return {
-        "peak": receipt.peak_memory,
-        "held": receipt.held,
-        "curve": receipt.curve,
+        "measured": peak,
+        "curve": story.curve,
         "text": None if peak is None else format_size(peak),
-        "measuring": measuring,
-        "lines": lines,
+        "measuring": story.measuring,
+        "lines": [line.split(maxsplit=1) for line in str(receipt).splitlines()],
     }
 
 

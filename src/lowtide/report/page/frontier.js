@@ -1,5 +1,7 @@
 // Memory against time: every view, the usual tools' choices, what was measured, and what cannot work.
 
+const MOST_DOTS = 80;
+
 function showFrontier(data, index, select) {
   const host = byId('frontier');
   const marks = [
@@ -19,8 +21,11 @@ function showFrontier(data, index, select) {
   host.replaceChildren(svg);
 
   const { beyond } = map;
-  byId('frontier-note').textContent = beyond.length === 0 ? ''
+  const above = beyond.length === 0 ? ''
     : `Above the scale: ${beyond.map((m) => `${digits(m.factor)}x in ${formatSize(m.peak)}`).slice(0, 3).join(', ')}${beyond.length > 3 ? ' and more' : ''}.`;
+  const leftOut = data.model === null || data.model.leftOut === 0 ? ''
+    : `${grouped(data.model.leftOut)} choices between these are in the plan and not on this page.`;
+  byId('frontier-note').textContent = [above, leftOut].filter(Boolean).join(' ');
   byId('marks').replaceChildren(...marks.map((mark, k) => {
     const icon = draw('svg', { viewBox: '0 0 16 16', width: 16, height: 16, 'aria-hidden': 'true' },
       draw('path', { d: shapeOf(mark.kind, 8, 8), class: `mark ${mark.kind}` }));
@@ -107,7 +112,7 @@ function drawLimits(svg, data, view, { box, x, high }) {
   if (!isBeyond) svg.append(draw('line', { x1: place, x2: place, y1: box.top, y2: box.bottom, class: 'budget' }));
   svg.append(draw('text', place > (box.left + box.right) / 2
     ? { x: place - 6, y: box.top + 10, 'text-anchor': 'end', class: 'budget-text' }
-    : { x: place + 6, y: box.top + 10, class: 'budget-text' }, `budget ${view.text.budget}${isBeyond ? ' →' : ''}`));
+    : { x: place + 6, y: box.top + 10, class: 'budget-text' }, `${data.limit.label} ${view.text.budget}${isBeyond ? ' →' : ''}`));
 }
 
 function drawLine(svg, data, index, { box, x, beyond, stairs, place }) {
@@ -116,16 +121,21 @@ function drawLine(svg, data, index, { box, x, beyond, stairs, place }) {
     const [cx, cy] = place(point);
     svg.append(draw('circle', { cx, cy, r, class: kind }));
   };
-  for (const point of data.frontier) circle(point, 2.5, 'bead');
-  data.views.forEach((view, k) => circle(view, k === index ? 7 : 4, `dot${k === index ? ' chosen' : ''}${view.own ? ' own' : ''}`));
+  // Thousands of dots would be a smear, and slow.
+  const few = data.views.length <= MOST_DOTS;
+  if (few) for (const point of data.frontier) circle(point, 2.5, 'bead');
+  data.views.forEach((view, k) => {
+    if (few || view.own || k === index) circle(view, k === index ? 7 : 4, `dot${k === index ? ' chosen' : ''}${view.own ? ' own' : ''}`);
+  });
   for (const point of beyond) svg.append(draw('text', { x: x(point.peak) + 7, y: box.top + 13, class: 'label' }, '↑'));
   circle(data.views[data.chosen], 11, 'own-ring');
 }
 
 // The marks and their labels, which keep off the dots, the line, each other and the words at the limits.
 function drawMarks(svg, data, marks, index, { width, box, x, stairs, place }) {
-  const points = [...data.views, ...marks].map(place);
-  const taken = points.map((point, k) => around(point, k < data.views.length ? 7 : 8));
+  const dots = data.views.length <= MOST_DOTS ? data.views : [data.views[data.chosen], data.views[index]];
+  const points = [...dots, ...marks].map(place);
+  const taken = points.map((point, k) => around(point, k < dots.length ? 7 : 8));
   stairs.forEach(([left, top], k) => {
     const [right, bottom] = stairs[k + 1] ?? [box.right, top];
     taken.push([left, top - 3, right, top + 3], [right - 3, top, right + 3, bottom]);
@@ -161,7 +171,7 @@ function followPointer(svg, data, marks, { place }, select) {
     const view = data.views[found];
     const mark = marks[found - data.views.length];
     return tell(isView(found)
-      ? [view.name + (view.own ? ' (the plan)' : ''), `peak ${view.text.peak}, time ${view.text.factor}`, `${view.text.runsPerStep} runs per step`]
+      ? [view.name + (view.own ? ' (the plan)' : ''), ...(view.brief ?? [`peak ${view.text.peak}, time ${view.text.factor}`, `${view.text.runsPerStep} runs per step`])]
       : [mark.name, `${formatSize(mark.peak)}, ${formatNumber(mark.factor)}x the plain loop's time`, mark.note].filter(Boolean),
     event.clientX, event.clientY);
   });

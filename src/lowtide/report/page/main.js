@@ -13,6 +13,11 @@ function start(data) {
   byId('subtitle').textContent = `knob: ${data.knob}`;
   byId('made').textContent = `Written by Lowtide ${data.lowtide} on ${data.written}.`;
   byId('main').hidden = false;
+  if (data.model !== null) {
+    nameForModel();
+    data.views = modelViews(data);
+    data.frontier = data.views;
+  }
 
   let index = data.chosen;
   const showRows = makeTable(data);
@@ -65,13 +70,13 @@ function makeControls(data, where, select) {
       const { budget, name, text } = data.views[fitting];
       return say(`With ${formatSize(bytes)}: the plan for ${budget === null ? name : text.budget}, the largest on this page that fits.`);
     }
-    return say(bytes < data.least
-      ? `Nothing fits in ${formatSize(bytes)}: the least is ${formatSize(data.least)}.`
+    return say(bytes < data.least || data.model !== null
+      ? `Nothing fits in ${formatSize(bytes)}: the least is ${data.model === null ? formatSize(data.least) : data.views[0].text.budget}.`
       : `No plan on this page fits in ${formatSize(bytes)}: its least is ${formatSize(least)}.`);
   });
 }
 
-const budgetOf = (view) => view.budget ?? view.peak;
+const budgetOf = (view) => view.needs ?? view.budget ?? view.peak;
 
 function showControls(data, index) {
   const view = data.views[index];

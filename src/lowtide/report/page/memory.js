@@ -15,10 +15,12 @@ function showMemory(data, view) {
   const host = byId('memory');
   const width = host.clientWidth;
   const height = width < 560 ? 300 : 360;
-  const constant = [['parameters', 'parameters', data.chain.parameters], ['gradients', 'gradients', data.chain.gradients]].filter(([, , bytes]) => bytes > 0);
+  const { layers = LAYERS } = view;
+  // A model's peak counts what a budget does not.
+  const constant = data.model !== null ? [] : [['parameters', 'parameters', data.chain.parameters], ['gradients', 'gradients', data.chain.gradients]].filter(([, , bytes]) => bytes > 0);
   const base = constant.reduce((sum, [, , bytes]) => sum + bytes, 0);
   const curve = data.receipt === null ? [] : data.receipt.curve;
-  const total = (i) => LAYERS.reduce((sum, [key]) => sum + memory[key][i], 0);
+  const total = (i) => layers.reduce((sum, [key]) => sum + memory[key][i], 0);
   const peak = total(worst);
   const budget = view.budget !== null && view.budget <= 2.5 * peak ? view.budget : null;
   const most = Math.max(peak, budget ?? 0, view.own ? Math.max(0, ...curve) : 0) * 1.06 || 1;
@@ -43,7 +45,7 @@ function showMemory(data, view) {
     under += deep;
   }
   const levels = new Array(memory.start.length).fill(0);
-  for (const [key] of LAYERS) {
+  for (const [key] of layers) {
     if (!memory[key].some((bytes) => bytes > 0)) continue;
     const before = levels.slice();
     levels.forEach((level, i) => { levels[i] = level + memory[key][i]; });
@@ -52,7 +54,7 @@ function showMemory(data, view) {
   if (budget !== null) {
     const line = y(budget);
     svg.append(draw('line', { x1: box.left, x2: box.right, y1: line, y2: line, class: 'budget', 'data-test': 'memory-budget' }));
-    svg.append(draw('text', { x: box.left + 6, y: line + (line - box.top > 16 ? -6 : 15), class: 'budget-text halo' }, `budget ${view.text.budget}`));
+    svg.append(draw('text', { x: box.left + 6, y: line + (line - box.top > 16 ? -6 : 15), class: 'budget-text halo' }, `${data.limit.label} ${view.text.budget}`));
   }
   if (curve.length > 0) {
     const wide = (box.right - box.left) / curve.length;
@@ -76,7 +78,7 @@ function showMemory(data, view) {
     x: middle(i),
     y: y(total(i)),
     lines: [memory.what[i], `${formatSize(total(i))} at ${time.text(time.at(memory.start[i]))}`,
-      ...LAYERS.filter(([key]) => memory[key][i] > 0).map(([key, name]) => `${name} ${formatSize(memory[key][i])}`)],
+      ...layers.filter(([key]) => memory[key][i] > 0).map(([key, name]) => `${name} ${formatSize(memory[key][i])}`)],
   });
   probe(svg, {
     at: (at) => (at < box.left || at > box.right ? null : describe(lastUpTo(memory.start, x.invert(at)))),
@@ -84,7 +86,7 @@ function showMemory(data, view) {
     mark: (place) => fill(pointer, place === null ? { visibility: 'hidden' } : { visibility: 'visible', x1: place.x, x2: place.x }, []),
   });
   host.replaceChildren(svg);
-  explain(data, view, constant, { isFarBudget: budget === null && view.budget !== null, isCutOff: depth < base });
+  explain(data, view, timeline, constant, { isFarBudget: budget === null && view.budget !== null, isCutOff: depth < base });
 }
 
 // The outline of one layer: along the top from left to right, back along the bottom.
@@ -96,25 +98,26 @@ function band(memory, before, after, x, y) {
 }
 
 // The words around the chart: the cause of the peak, sizes at the peak, and how the measured curve is to be read.
-function explain(data, view, constant, { isFarBudget, isCutOff }) {
-  const { memory, worst } = view.timeline;
+function explain(data, view, timeline, constant, { isFarBudget, isCutOff }) {
+  const { memory, worst } = timeline;
   const hasCurve = data.receipt !== null && data.receipt.curve.length > 0;
-  const held = LAYERS.filter(([key]) => memory[key][worst] > 0);
+  const { layers = LAYERS } = view;
+  const held = layers.filter(([key]) => memory[key][worst] > 0);
   refill(byId('memory-cause'), 'The peak of ', make('b', {}, view.text.peak), ' is reached while ',
     named('b', memory.what[worst], 80), ': ', held.map(([key, name]) => `${name} ${formatSize(memory[key][worst])}`).join(', '), '.');
   const entry = (name, label, bytes) => make('li', {}, swatch(name), label, bytes === null ? null : make('span', { class: 'muted' }, ` ${formatSize(bytes)}`));
   refill(byId('memory-legend'),
     ...constant.map(([name, label, bytes]) => entry(name, label, bytes)),
-    ...LAYERS.filter(([key]) => memory[key].some((bytes) => bytes > 0)).map(([key, name]) => entry(key, name, memory[key][worst])),
+    ...layers.filter(([key]) => memory[key].some((bytes) => bytes > 0)).map(([key, name]) => entry(key, name, memory[key][worst])),
     !hasCurve ? null : entry('curve thin', view.own ? 'measured' : "measured, the plan's own run", null));
   const notes = [];
   if (constant.length > 0) notes.push(`Below zero: ${constant.map(([name]) => name).join(' and ')}, held with or without a plan; no budget counts them.`);
   if (isCutOff) notes.push('They are not to scale, or they would press the rest flat.');
-  if (isFarBudget) notes.push(`The budget of ${view.text.budget} lies far above this scale.`);
+  if (isFarBudget) notes.push(`The ${data.limit.name} of ${view.text.budget} lies far above this scale.`);
   if (hasCurve) {
     notes.push(`Measured: most bytes alive in each of ${data.receipt.curve.length} equal shares of the recorded time, `
       + 'without results and gradients.');
-    if (!view.own) notes.push('It belongs to the plan itself, not to the budget shown.');
+    if (!view.own) notes.push(`It belongs to the plan itself, not to the ${data.limit.name} shown.`);
   }
   byId('memory-note').textContent = notes.join(' ');
 }

@@ -26,8 +26,9 @@ function showSchedule(data, view) {
   const time = timeOf(data, timeline);
   const y = linear(0, steps, box.bottom, box.top);
 
-  const svg = chart(width, height, `Schedule of ${grouped(steps)} steps over ${time.total}: ${view.text.runs} plain runs, `
-    + `${view.text.snapshots} snapshots at most at once. Arrow keys walk through it.`, { class: 'schedule', tabindex: 0 });
+  const told = data.model !== null ? view.kinds : `${view.text.runs} plain runs, ${view.text.snapshots} snapshots at most at once`;
+  const svg = chart(width, height, `Schedule of ${grouped(steps)} steps over ${time.total}: ${told}. Arrow keys walk through it.`,
+    { class: 'schedule', tabindex: 0 });
   svg.append(draw('rect', { x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top, class: 'field' }));
   svg.append(axes(box, {
     x: linear(0, time.whole, box.left, box.right), y: (tick) => y(tick + (isNamed ? 0.5 : 0)),
@@ -60,7 +61,9 @@ function showSchedule(data, view) {
   host.replaceChildren(svg);
 
   const cell = look.cell;
-  byId('schedule-lead').textContent = cell
+  byId('schedule-lead').textContent = data.model !== null
+    ? 'Time runs to the right, steps go up. Every block is run and pulled back once; what it makes again comes right before its backward.'
+    : cell
     ? 'Time runs to the right, steps go up. The stronger the colour, the more of the time is spent there.'
     : 'Time runs to the right, steps go up. Every mark is one run of a step; thin bars are snapshots, from storing to dropping.';
   refill(byId('schedule-legend'),
@@ -72,6 +75,7 @@ function showSchedule(data, view) {
 
 // The name of each step, where the table has a row for each.
 function stepNames(data, view) {
+  if (data.model !== null) return data.model.steps.map(({ name }) => name);
   const column = data.columns.findIndex(({ key }) => key === 'name');
   return column < 0 || view.rows.length !== data.chain.length ? null : view.rows.map((row) => String(row[column]));
 }

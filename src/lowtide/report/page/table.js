@@ -27,7 +27,7 @@ function makeTable(data) {
   };
   const matching = () => {
     const wanted = byId('filter').value.trim().toLowerCase();
-    const texts = (row) => row.some((cell, k) => cell !== null && cellText(cell, columns[k].kind).toLowerCase().includes(wanted));
+    const texts = (row) => row.some((cell, k) => cell !== null && cellText(cell, columns[k]).toLowerCase().includes(wanted));
     const found = wanted === '' ? rows.slice() : rows.filter(texts);
     return order.column === null ? found : found.sort((a, b) => compare(a[order.column], b[order.column]));
   };
@@ -59,19 +59,21 @@ function makeTable(data) {
   };
 }
 
-function cellText(cell, kind) {
+function cellText(cell, { kind, unit }) {
   if (kind === 'bytes') return formatSize(cell);
+  if (kind === 'time') return formatTime(cell, unit);
   return kind === 'number' ? formatNumber(cell) : String(cell);
 }
 
-function tableCell(cell, { key, kind }) {
+function tableCell(cell, column) {
+  const { key, kind } = column;
   if (cell === null) return make('td', { class: kind });
   if (kind === 'text') {
     const look = { why: 'why', decision: cell === 'keep' ? 'keep' : 'again' }[key] ?? '';
     // The style sheet cuts it to the width there is; the title has all of it.
     return make('td', { class: `text ${look}`, title: cell }, make('bdi', {}, cut(cell, 240)));
   }
-  return make('td', { class: kind, title: kind === 'bytes' ? `${grouped(cell)} B` : null }, cellText(cell, kind));
+  return make('td', { class: kind, title: kind === 'bytes' ? `${grouped(cell)} B` : null }, cellText(cell, column));
 }
 
 // RFC 4180. Text that a spreadsheet would take for a formula gets an apostrophe in front.

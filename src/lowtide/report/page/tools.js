@@ -85,6 +85,18 @@ function timeOf(data, timeline) {
   };
 }
 
+const PREFIXES = [['', 1], ['m', 1e-3], ['u', 1e-6], ['n', 1e-9]];
+const PREFIXES_OF_COUNTS = [['P', 1e15], ['T', 1e12], ['G', 1e9], ['M', 1e6], ['K', 1e3], ['', 1]];
+
+// A model's time as lowtide writes it: three digits, with the largest prefix that leaves at least 1.
+function formatTime(time, unit) {
+  for (const [prefix, factor] of unit === 's' ? PREFIXES : PREFIXES_OF_COUNTS) {
+    const number = time / factor;
+    if (number >= 0.9995) return `${number >= 999.5 ? grouped(number) : Number(number.toPrecision(3))} ${prefix}${unit}`;
+  }
+  return `0 ${unit}`;
+}
+
 const SPELLED = { '': 1, b: 1, kb: 1e3, mb: 1e6, gb: 1e9, tb: 1e12, kib: 2 ** 10, mib: 2 ** 20, gib: 2 ** 30, tib: 2 ** 40 };
 
 // Bytes of "64 MiB", "1.5 GB" or "25%" (of `whole`), exact and rounded down, as lowtide.sizes reads them; or `why` not.

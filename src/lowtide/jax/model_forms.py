@@ -1,0 +1,169 @@
+"""The forms that a block's tape can have, and a model that is run with one for each of its blocks.
+
+"keep" keeps all that XLA wants to keep, "rerun" nothing but what the block starts from. Between them a rerun keeps
+some values, so that what leads to them need not be computed again: those that `checkpoint_name` has given a name, or
+products of arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from lowtide.jax.jaxprs import is_float
+from lowtide.jax.layers import Layer
+from lowtide.jax.model_parts import Model, Part, variables
+from lowtide.jax.rerun import Run, gate, run_again
+from lowtide.jax.step import Leaves, call
+from lowtide.jax.taping import replaced
+
+# Of so many names, every set of them is a form; of more, each by itself and all together.
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A way to tape a part: a name for reports, and what a rerun finds there; None where nothing is run again."""
+
+    name: str
+    kept: tuple[Any, ...] | None
+
+
+KEEP = Form("keep", None)
+
+
+def forms(part: Part) -> list[Form]:
+    """The menu of a part. What is between blocks has only one form."""
+    if not part.is_block:
+        return [KEEP]
+    sets = {"rerun": frozenset[Any]()}
+    sets |= {f"rerun, keep {', '.join(names)}": kept for names, kept in _named(part.layer).items()}
+    sets["rerun, keep products"] = _products(part.layer, alone=False)
+    sets["rerun, keep products of weights"] = _products(part.layer, alone=True)
+    menu, seen = [KEEP], set[frozenset[Any]]()
+    order = [var for eqn in part.layer.jaxpr.eqns for var in eqn.outvars]
+    for name, kept in sets.items():
+        kept -= set(part.made)  # the next part holds those anyway
+        if kept not in seen:
+            seen.add(kept)
+            menu.append(Form(name, tuple(var for var in order if var in kept)))
+    return menu
+
+
+def _named(layer: Layer) -> dict[tuple[str, ...], frozenset[Any]]:
+    """Sets of values that have a name, by their names."""
+    named: dict[str, set[Any]] = {}
+    for eqn in layer.jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            named.setdefault(eqn.params["name"], set()).update(eqn.outvars)
+    sizes = range(1, len(named) + 1) if len(named) <= _MOST_NAMES else (1, len(named))
+    sets = [names for size in sizes for names in combinations(named, size)]
+    return {names: frozenset().union(*(named[name] for name in names)) for names in sets}
+
+
+def _products(layer: Layer, *, alone: bool) -> frozenset[Any]:
+    """Products of arrays; or only those without a batch, as those with weights are: they are dear for their bytes."""
+    return frozenset(
+        var
+        for eqn in layer.jaxpr.eqns
+        if eqn.primitive.name in ("dot_general", "ragged_dot_general", "conv_general_dilated")
+        if not (alone and eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1][0])
+        for var in eqn.outvars
+    )
+
+
+def model_runner(model: Model, chosen: Sequence[Form]) -> Callable[[Sequence[Any]], Leaves]:
+    """The model as a function of its leaves, each part in its form; where nothing is run again, as it was."""
+    runs = [_run_in(part, form, model.others) for part, form in zip(model.parts, chosen, strict=True)]
+    gated = any(form.kept is not None for form in chosen)
+
+    def run(leaves: Sequence[Any]) -> Leaves:
+        known = dict(zip((*model.weights, *model.others), leaves, strict=True))
+        for part, run_part in zip(model.parts, runs, strict=True):
+            weights, given = [known[var] for var in part.weights], [known[var] for var in part.given]
+            if gated:
+                weights, given = gate(weights, given)
+            known.update(zip(part.made, run_part(weights, given), strict=True))
+        return [known[var] if isinstance(var, core.Var) else var.val for var in model.results]
+
+    return run
+
+
+def _run_in(part: Part, form: Form, others: Sequence[Any]) -> Run:
+    """A part's results, taped in a form."""
+    layer = part.layer
+    if form.kept is None:
+        return layer.run
+    there = [k for k, var in enumerate(part.given) if var in others and is_float(var.aval)]
+    if not form.kept:
+        return lambda consts, x: _rerun(layer.run, there, consts, x)
+    swapped = (*form.kept, *layer.jaxpr.outvars)
+    first = Layer(layer.jaxpr.replace(outvars=list(swapped)), layer.given, tuple(var.aval for var in swapped))
+    again = _with_values(layer, swapped)
+
+    def run(consts: Leaves, x: Leaves) -> Leaves:
+        # Results are among the values too: what the first run computes is not computed beside it for the second.
+        values = first.run([lax.stop_gradient(leaf) for leaf in consts], [lax.stop_gradient(leaf) for leaf in x])
+        return _rerun(again, there, consts, [*x, *values])
+
+    return run
+
+
+def _rerun(run: Run, there: Sequence[int], consts: Leaves, x: Leaves) -> Leaves:
+    """`run_again`, where some of `x`, at the places `there`, are arguments of the whole program.
+
+    A rerun waits with a copy of what it starts from, and XLA would copy arguments at once. So a rerun reads them only
+    if a flag says so, and the flag waits.
+    """
+    if not there:
+        return run_again(run, consts, x)
+    count, moving = len(consts), [k for k in range(len(x)) if k not in there]
+
+    def flagged(every: Leaves, rest: Leaves) -> Leaves:
+        *rest, flag = rest
+        arguments = [jnp.where(flag, leaf, jnp.zeros_like(leaf)) for leaf in every[count:]]
+        return run(every[:count], replaced(replaced([None] * len(x), there, arguments), moving, rest))
+
+    return run_again(flagged, [*consts, *(x[k] for k in there)], [*(x[k] for k in moving), jnp.array(True)])
+
+
+def _with_values(layer: Layer, known: Sequence[Any]) -> Run:
+    """The layer called with the values of some variables behind what it starts from.
+
+    They are put in the place of what its equations make. Those equations still say what the derivatives are, and as
+    nobody reads their results, XLA drops them.
+    """
+    jaxpr = layer.jaxpr
+    steps = [
+        jaxpr.replace(constvars=[], invars=variables(eqn.invars), outvars=eqn.outvars, eqns=[eqn]) for eqn in jaxpr.eqns
+    ]
+
+    def run(consts: Leaves, leaves: Leaves) -> Leaves:
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *leaves), strict=False))
+        given = dict(zip(known, leaves[len(jaxpr.invars) :], strict=True))
+        for step in steps:
+            made = call(step, [], *(values[var] for var in step.invars))
+            for var, value in zip(step.outvars, made, strict=True):
+                values[var] = _instead(value, given[var]) if var in given else value
+        return [values[var] for var in jaxpr.outvars]
+
+    return run
+
+
+@jax.custom_jvp
+def _instead(made: Any, given: Any) -> Any:
+    """The value of one, the derivative of the other."""
+    del made
+    return given
+
+
+@_instead.defjvp
+def _instead_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return primals[1], tangents[0]

@@ -1,0 +1,260 @@
+"""`plan_model`, `auto_checkpoint`: a whole training step within a peak, in one line.
+
+First one forward shows the blocks (`model_blocks.py`). Then each kind of block is run by itself in all its forms
+(`model_costs.py`), and a whole step with every block in its smallest (`model_step.py`): that makes a chain, for which
+the core chooses forms. Then the step is run once as planned, and where it takes more than predicted, planned again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import BudgetError, InputError
+from lowtide.plan import Knob, Plan
+from lowtide.planners.blocks import Blocks, choose_blocks, least_peak
+from lowtide.sizes import parse_size
+from lowtide.torch.devices import Device, device_of
+from lowtide.torch.measure import watching
+from lowtide.torch.model_apply import apply, check_model, unapplied, unapply
+from lowtide.torch.model_blocks import FoundBlock, Survey
+from lowtide.torch.model_costs import Bench, BlockCost
+from lowtide.torch.model_step import BaseRun, Resident
+from lowtide.torch.optimizer_bytes import optimizer_cost
+from lowtide.torch.paper import on_paper as fake
+from lowtide.torch.stand_in import StandIn, plainly, standing_in
+from lowtide.torch.storages import Log
+from lowtide.torch.traceless import aside, left_as_it_was
+
+Loss = Callable[[Any], torch.Tensor]
+# Shares of the peak asked for by which a plan aims lower: predictions were never so much too low in the tests, where
+# the step is run once as planned, and where it is not.
+MARGIN = 0.01
+MARGIN_ON_PAPER = 0.03
+_TRIES = 4
+_WAYS = "raise the peak, give smaller arguments (a smaller batch), or an optimizer with less state"
+
+
+def plan_model(
+    model: nn.Module,
+    *args: Any,
+    peak: int | str,
+    optimizer: Any = None,
+    loss: Loss | None = None,
+    on_paper: bool = False,
+    device: str | Device | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """The fastest plan with which a whole training step of the model stays within a peak.
+
+    The model is measured, and left as it was: parameters, gradients, buffers, random numbers. See `apply`.
+
+    Args:
+        model: any `nn.Module`, in the mode in which it will be trained.
+        args: what it is called with, in the largest form that will come.
+        peak: most bytes of tensors alive at any moment of a step, "8GiB" or a number: parameters, gradients, the
+            optimizer's state, arguments, tapes, and what reruns need.
+        optimizer: the one that will be used, so that its state counts; on paper also a function of parameters that
+            makes it, such as `torch.optim.AdamW`.
+        loss: takes the loss from what the model returns; None takes its `.loss`, its `["loss"]`, or the one number
+            that it is.
+        on_paper: allocate nothing and run nothing: for models larger than this machine.
+        device: whose speed counts on paper: "a100", "h100", "rtx4090", or a `Device`.
+        kwargs: more arguments of the model.
+
+    Raises:
+        BudgetError: no plan fits; it names the least peak that works.
+        InputError: another argument that cannot be used.
+    """
+    check_model(model)
+    asked = parse_size(peak, "peak")
+    _check_checkpointing(model)
+    if device is not None and not on_paper:
+        raise InputError(f"device={device!r} is for planning on paper; give on_paper=True too, or no device")
+    with unapplied(model), aside([model]), _hooks_aside(model):
+        cost = (0, 0) if optimizer is None else optimizer_cost(optimizer, list(model.parameters()))
+        if not on_paper:
+            with left_as_it_was([model]):
+                return _Planning(model, args, kwargs, loss, cost, None).plan(asked)
+        sheet = device_of(device or "a100")
+        with fake(model, args, kwargs) as (fake_args, fake_kwargs):
+            return _Planning(model, fake_args, fake_kwargs, loss, cost, sheet).plan(asked)
+
+
+def auto_checkpoint(
+    model: nn.Module,
+    *args: Any,
+    peak: int | str,
+    optimizer: Any = None,
+    loss: Loss | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Let a model train within a peak: `plan_model`, then `apply`. Gives the plan; see there for the arguments."""
+    plan = plan_model(model, *args, peak=peak, optimizer=optimizer, loss=loss, **kwargs)
+    apply(plan, model)
+    return plan
+
+
+def loss_of(output: Any, loss: Loss | None) -> torch.Tensor:
+    """The loss in what a model returned."""
+    if loss is not None:
+        value = loss(output)
+    elif isinstance(output, torch.Tensor):
+        value = output
+    elif isinstance(output, dict) and "loss" in output:
+        value = output["loss"]
+    else:
+        value = getattr(output, "loss", None)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        what = (
+            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(type(value).__name__)
+        )
+        raise InputError(
+            f"the model's {type(output).__name__} gives no loss of one number, but {what}; give loss=, a function that "
+            "takes the loss from what the model returns"
+        )
+    if not value.requires_grad:
+        raise InputError("the loss needs no gradient, so there is nothing to plan; let a parameter require one")
+    return value
+
+
+def _check_checkpointing(model: nn.Module) -> None:
+    """A model that checkpoints its blocks itself leaves nothing to plan."""
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise InputError(
+            "the model's own gradient checkpointing is on; turn it off with model.gradient_checkpointing_disable()"
+        )
+
+
+@contextmanager
+def _hooks_aside(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters' hooks are silent: some take an optimizer's step."""
+    hooked = [
+        (parameter, name, hooks)
+        for parameter in model.parameters()
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if (hooks := getattr(parameter, name))
+    ]
+    for parameter, name, _ in hooked:
+        setattr(parameter, name, None)
+    try:
+        yield
+    finally:
+        for parameter, name, hooks in hooked:
+            setattr(parameter, name, hooks)
+
+
+class _Planning:
+    """Measures a model, once, and plans."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Loss | None,
+        optimizer: tuple[int, int],
+        device: Device | None,
+    ) -> None:
+        self._model = model
+        self._args = args
+        self._kwargs = kwargs
+        self._loss = loss
+        self._device = device
+        self._resident = Resident.of(model, (args, kwargs), optimizer)
+
+    def plan(self, peak: int) -> Plan:
+        """The fastest plan within the peak."""
+        survey = Survey(self._model)
+        survey.run(self._args, self._kwargs, lambda output: loss_of(output, self._loss))
+        notes = survey.notes
+        base = BaseRun(self._costs(survey.blocks(), notes), notes)
+        base.run(self._step)
+        if not base.blocks:
+            notes.append("nothing of this model can be planned: it runs as it is")
+        chain = base.chain(self._resident)
+        share = MARGIN if self._device is None else MARGIN_ON_PAPER
+        least = math.ceil(least_peak(chain) / (1 - share))
+        if peak < least:
+            raise BudgetError(peak, least, _WAYS)
+        margin = int(peak * share)
+        for _ in range(_TRIES):
+            options = choose_blocks(chain, peak, margin=margin, ways=_WAYS)
+            schedule = Blocks(options, self._resident.optimizer, self._resident.inputs, margin, tuple(notes))
+            plan = Plan.make(chain, Knob("peak", peak), schedule)
+            if self._device is not None:
+                return plan
+            measured = self._measured(plan)
+            if measured <= peak:
+                return plan
+            margin += measured - peak
+        raise BudgetError(peak, measured + margin, _WAYS)
+
+    def _step(self) -> Any:
+        output = self._model(*self._args, **self._kwargs)
+        value = loss_of(output, self._loss)
+        value.backward()
+        return output, value
+
+    def _costs(self, blocks: list[FoundBlock], notes: list[str]) -> list[tuple[FoundBlock, BlockCost]]:
+        """What each block costs; one of a kind is measured."""
+        if not blocks:
+            return []
+        bench = Bench(self._device)
+        costs: dict[Hashable, BlockCost | None] = {}
+        found: dict[FoundBlock, BlockCost] = {}
+
+        def probe(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kind = _kind(block)
+            if kind not in costs:
+                try:
+                    costs[kind] = bench.cost(block, args, kwargs)
+                except RuntimeError as error:
+                    costs[kind] = None
+                    notes.append(f"{block.name} cannot be run by itself, and is left as it is: {error}")
+            if costs[kind] is not None:
+                found[block] = costs[kind]
+
+        with torch.no_grad(), standing_in([_Probe(block, probe) for block in blocks]):
+            self._model(*self._args, **self._kwargs)
+        return [(block, found[block]) for block in blocks if block in found]
+
+    def _measured(self, plan: Plan) -> int:
+        """Bytes at the worst moment of a step that is run as planned."""
+        log = Log()
+        apply(plan, self._model)
+        try:
+            with watching(log):
+                held = self._step()
+        finally:
+            unapply(self._model)
+        del held
+        return self._resident.before + log.level(0, len(log.events))[1]
+
+
+class _Probe(StandIn):
+    """Has a block measured when it is called."""
+
+    def __init__(self, block: FoundBlock, probe: Callable[..., None]) -> None:
+        super().__init__(block.call.module)
+        self._block = block
+        self._probe = probe
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        self.remove()  # it is called once, and measured as it is
+        self._probe(self._block, args, kwargs)
+        return plainly(self.module, args, kwargs)
+
+
+def _kind(block: FoundBlock) -> Hashable:
+    """What blocks have in common that cost the same."""
+    call = block.call
+    parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in call.module.parameters())
+    kind = type(call.module), repr(call.module), parameters
+    return kind, call.forms, call.needs, tuple(call.packs), call.tape, block.is_row, block.children

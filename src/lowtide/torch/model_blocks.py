@@ -1,0 +1,253 @@
+"""The blocks of a model, found by watching one forward: which submodules are called once, and what their tapes hold.
+
+A block is a submodule that is called once, has a tape, and is one of a row: an entry of an `nn.ModuleList` or
+`nn.Sequential`, or one of several of its class. An `nn.Sequential` of layers is a block by itself, which can be run in
+nested checkpoint calls. Where there is nothing of the kind, the submodules that the model itself calls are its blocks.
+The forward keeps no tape: what autograd would save is counted and let go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowtide.torch.layer_groups import Dropped, unpack_dropped
+from lowtide.torch.measure import watching
+from lowtide.torch.model_apply import ROOT
+from lowtide.torch.stand_in import StandIn, plainly, standing_in
+from lowtide.torch.storages import Log, tensors_of
+
+# Of all tapes. A block that holds less is not worth a decision.
+_WORTHWHILE = 0.002
+# Of a block's tape: where a row inside it holds so much, the row's entries are the blocks.
+_MOST = 0.6
+_SHARE = 0.15  # of a block's tape, from which on a submodule of it may be run again by itself
+_MOST_CHILDREN = 3
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call of a submodule.
+
+    Attributes:
+        path, module: the submodule.
+        inside: calls that it made, in order.
+        needs: of the tensors among its arguments, which need a gradient.
+        tape: bytes that autograd would save of what was made inside and not returned.
+        packs: forms of what autograd would save, in order.
+        given, gives: storages of arguments and results.
+        failed: whether it raised an error, or was left by one.
+    """
+
+    path: str
+    module: nn.Module
+    inside: list[Call] = field(default_factory=list)
+    needs: tuple[bool, ...] = ()
+    forms: tuple[Any, ...] = ()
+    tape: int = 0
+    packs: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    given: frozenset[int] = frozenset()
+    gives: frozenset[int] = frozenset()
+
+    def below(self) -> Iterator[Call]:
+        """All calls inside, at any depth."""
+        for call in self.inside:
+            yield call
+            yield from call.below()
+
+
+@dataclass(eq=False, slots=True)
+class FoundBlock:
+    """A block.
+
+    Attributes:
+        call: the one call of it.
+        is_row: whether it is an `nn.Sequential` to be run in nested checkpoint calls.
+        children: paths, from the block on, of submodules that may be run again by themselves.
+    """
+
+    call: Call
+    is_row: bool
+    children: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its path, or that of the whole model."""
+        return self.call.path or ROOT
+
+
+class Survey:
+    """One forward of a model, and what was called in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._log = Log()
+        self._root = Call("", model)
+        self._stack = [self._root]
+        self._births = 0
+        self._packed: list[list[int]] = [[]]
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._counts: Counter[nn.Module] = Counter()
+        self.notes: list[str] = []
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Any) -> None:
+        """Call the model, and `finish(output)`, which takes the loss."""
+        taps = [_Tap(self, module) for module in self._paths if module is not self._model]
+        with standing_in(taps), watching(self._log), saved_tensors_hooks(self._pack, unpack_dropped):
+            try:
+                self._call(self._root, args, kwargs, finish)
+            except Dropped:
+                self.notes.append("the model pulls something back in its forward: no block was planned")
+                self._root.inside.clear()
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A submodule is called."""
+        call = Call(self._paths[module], module)
+        self._counts[module] += 1
+        self._stack[-1].inside.append(call)
+        self._stack.append(call)
+        self._packed.append([])
+        try:
+            return self._call(call, args, kwargs)
+        finally:
+            self._stack.pop()
+            packed = self._packed.pop()
+            self._packed[-1] += packed
+            self._stack[-1].packs += call.packs
+
+    def _call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Any = None) -> Any:
+        log = self._log
+        tensors = tensors_of((args, kwargs))
+        call.needs = tuple(tensor.requires_grad for tensor in tensors)
+        call.forms = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
+        call.given = frozenset(map(log.number, tensors)) - {0}
+        first = len(log.sizes)  # storages are numbered from 1 as they are made
+        result = plainly(call.module, args, kwargs) if finish is None else finish(call.module(*args, **kwargs))
+        call.gives = frozenset(map(log.number, tensors_of(result))) - {0}
+        call.tape = log.bytes({number for number in self._packed[-1] if number > first} - call.gives)
+        return result
+
+    def _pack(self, tensor: torch.Tensor) -> None:
+        self._packed[-1].append(self._log.number(tensor))
+        self._stack[-1].packs.append((tensor.shape, tensor.dtype))
+
+    # --- what is a block
+
+    @property
+    def tape(self) -> int:
+        """Bytes that autograd would save in all."""
+        return self._root.tape
+
+    def blocks(self) -> list[FoundBlock]:
+        """The blocks in the order of their calls."""
+        if self._is_row(self._root) and (self._repeats(self._root) or not self._has_a_row_inside(self._root)):
+            return [FoundBlock(self._root, True)]
+        classes = Counter(type(call.module) for call in self._root.below() if call.inside)
+        found = list(self._below(self._root, classes))
+        if not found:
+            found = [FoundBlock(call, self._is_row(call)) for call in self._only(self._root).inside if self._fits(call)]
+            if found:
+                self.notes.append(
+                    "no submodule is one of a row, so those that the model calls itself were taken for blocks"
+                )
+        self._note_repeated()
+        for block in found:
+            if not block.is_row:
+                block.children = self._children(block.call)
+        return found
+
+    def _below(self, call: Call, classes: Counter[type]) -> Iterator[FoundBlock]:
+        for child in call.inside:
+            if not self._fits(child):
+                continue
+            if self._is_row(child) and (self._repeats(child) or not self._has_a_row_inside(child)):
+                yield FoundBlock(child, True)
+            elif self._has_a_row_inside(child):
+                yield from self._below(child, classes)
+            elif self._is_entry(child) or classes[type(child.module)] > 1:
+                yield FoundBlock(child, False)
+            else:
+                yield from self._below(child, classes)
+
+    def _fits(self, call: Call) -> bool:
+        """Whether the module is called once, and its tape is worth a decision."""
+        return self._counts[call.module] == 1 and call.tape > _WORTHWHILE * self.tape and call.tape > 0
+
+    def _is_entry(self, call: Call) -> bool:
+        parent, _, _ = call.path.rpartition(".")
+        return isinstance(self._model.get_submodule(parent), nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+    def _is_row(self, call: Call) -> bool:
+        """Whether it is an `nn.Sequential` that does nothing but call its entries, each once."""
+        module = call.module
+        entries = list(module.children())
+        return (
+            isinstance(module, nn.Sequential)
+            and type(module).forward is nn.Sequential.forward
+            and len(entries) > 1
+            and [inner.module for inner in call.inside] == entries
+            and all(self._counts[entry] == 1 for entry in entries)
+        )
+
+    def _repeats(self, call: Call) -> bool:
+        """Whether a row has several entries of one class that has submodules, and is not itself a row."""
+        kinds = Counter(type(inner.module) for inner in call.inside if inner.inside)
+        return any(n > 1 and not issubclass(kind, nn.Sequential) for kind, n in kinds.items())
+
+    def _has_a_row_inside(self, call: Call) -> bool:
+        """Whether most of the call's tape is that of submodules of one class, each given what the one before gave."""
+        rows: dict[tuple[str, type], list[Call]] = {}
+        for inner in call.below():
+            parent = inner.path.rpartition(".")[0]
+            if self._fits(inner) and self._is_entry(inner) and parent != call.path:
+                rows.setdefault((parent, type(inner.module)), []).append(inner)
+        for row in rows.values():
+            chained = all(b.given & a.gives for a, b in pairwise(row))
+            if len(row) > 1 and chained and sum(inner.tape for inner in row) >= _MOST * call.tape:
+                return True
+        return False
+
+    def _only(self, call: Call) -> Call:
+        """What a call wraps, if it calls one submodule and does nothing else."""
+        while len(fitting := [inner for inner in call.inside if self._fits(inner)]) == 1:
+            if fitting[0].tape < _MOST * call.tape or not fitting[0].inside:
+                break
+            call = fitting[0]
+        return call
+
+    def _children(self, call: Call) -> tuple[str, ...]:
+        inner = self._only(call)
+        worth = [child for child in inner.inside if self._fits(child) and child.tape >= _SHARE * call.tape]
+        worth = sorted(worth, key=lambda child: -child.tape)[:_MOST_CHILDREN]
+        start = len(call.path) + 1 if call.path else 0
+        return tuple(child.path[start:] for child in inner.inside if child in worth)
+
+    def _note_repeated(self) -> None:
+        paths = [
+            self._paths[module]
+            for module, times in self._counts.items()
+            if times > 1 and any(True for _ in module.children()) and not isinstance(module, nn.ModuleList)
+        ]
+        outermost = [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+        if outermost:
+            names = ", ".join(outermost[:5]) + (f" and {len(outermost) - 5:,} more" if len(outermost) > 5 else "")
+            self.notes.append(f"called more than once, and so left as they are: {names}")
+
+
+class _Tap(StandIn):
+    """Tells the survey of calls."""
+
+    def __init__(self, survey: Survey, module: nn.Module) -> None:
+        super().__init__(module)
+        self._survey = survey
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Survey.enter`."""
+        return self._survey.enter(self.module, args, kwargs)

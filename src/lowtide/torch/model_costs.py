@@ -1,0 +1,243 @@
+"""What a block costs in each of its forms: it is run by itself, with arguments like those of its one call.
+
+Bytes are those beyond what was there before the block's forward; times are those of forward and backward together.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import combinations
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from lowtide.errors import BudgetError
+from lowtide.torch.capture import now
+from lowtide.torch.devices import Device
+from lowtide.torch.layer_forms import worthwhile
+from lowtide.torch.layer_plans import LayerPlans
+from lowtide.torch.layers import measure_layers
+from lowtide.torch.lean import can_lean, lean_menu
+from lowtide.torch.lean_graph import LeanPoint
+from lowtide.torch.measure import watching
+from lowtide.torch.model_apply import run_in
+from lowtide.torch.model_blocks import FoundBlock
+from lowtide.torch.model_forms import RERUN, Form, Way, lean_way
+from lowtide.torch.nest_text import Nest
+from lowtide.torch.op_seconds import PaperClock
+from lowtide.torch.stand_in import plainly
+from lowtide.torch.step_pull import pulled, seed_of
+from lowtide.torch.storages import Log, tensors_of
+from lowtide.torch.traceless import left_as_it_was
+
+_OFTEN = 5  # runs of a short block that are timed, of which the shortest counts
+_LONG = 0.5  # seconds of timing a form after which it is not timed again
+_LEAST_GAIN = 0.02  # of the whole tape; a form that holds no less is left out
+# Budgets for a row of layers, as shares of the way from the least to that of keeping everything.
+_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class FormCost:
+    """A form of a block.
+
+    Attributes:
+        name: of the form.
+        held: bytes that it holds between forward and backward, without its result.
+        forward, backward: most bytes beyond what was there before its forward, while it runs and while it is pulled
+            back; the result and the gradient of it among them.
+        extra: seconds more than keeping everything takes.
+    """
+
+    name: str
+    held: int
+    forward: int
+    backward: int
+    extra: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """A block: its forms, of which the first keeps everything; seconds of that; bytes of its result's gradient."""
+
+    forms: tuple[FormCost, ...]
+    forward: float
+    backward: float
+    cotangent: int
+
+    def form(self, name: str) -> FormCost:
+        """The form of that name."""
+        return next(form for form in self.forms if form.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    held: int
+    forward: int
+    backward: int
+    cotangent: int
+
+
+class Bench:
+    """Measures blocks.
+
+    Args:
+        device: on which to estimate seconds, for blocks that are run on paper; None measures them.
+    """
+
+    def __init__(self, device: Device | None) -> None:
+        self._device = device
+
+    def cost(self, block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCost:
+        """What a block costs that is called with such arguments; it is left as it was."""
+        call = _Call(block, args, kwargs, self._device is not None)
+        keep, rerun = Form(), Form((("", RERUN),))
+        plain = call.watched(keep)
+        seconds = self._seconds(call, keep)
+        forms = [FormCost(str(keep), plain.held, plain.forward, plain.backward, 0.0)]
+        for form, point in self._forms(block, call):
+            run = self._on_paper(plain, point) if point is not None and self._device else call.watched(form)
+            if run.held > (1 - _LEAST_GAIN) * plain.held and form != rerun:
+                continue
+            if point is not None:
+                # The first call of a kind is traced, and holds its whole tape while it runs.
+                run = _Run(run.held, max(run.forward, plain.forward), run.backward, run.cotangent)
+            if point is not None and self._device:
+                extra = point.seconds
+            else:
+                extra = sum(self._seconds(call, form)) - sum(seconds)
+                extra = max(extra, 0.0 if point is None else point.seconds / 2, 1e-9)
+            forms.append(FormCost(str(form), run.held, run.forward, run.backward, extra))
+        return BlockCost(tuple(forms), *seconds, plain.cotangent)
+
+    def _forms(self, block: FoundBlock, call: _Call) -> Iterator[tuple[Form, LeanPoint | None]]:
+        """All forms but the plain one; with the point of the lean frontier, where all that it does is that."""
+        points = self._points(call)
+        for point in points:
+            yield Form((("", lean_way(point)),)), point
+        if block.is_row:
+            for nest in self._nests(call):
+                yield Form((("", Way(nest=nest)),)), None
+        for count in range(1, len(block.children) + 1):
+            for children in combinations(block.children, count):
+                yield Form(tuple((child, RERUN) for child in children)), None
+        yield Form((("", RERUN),)), None
+        if block.children:
+            yield Form((("", RERUN), *((child, RERUN) for child in block.children))), None
+        if points and not self._device:
+            yield Form((("", lean_way(next((p for p in points if p.is_free), points[-1]), rerun=True)),)), None
+
+    def _points(self, call: _Call) -> list[LeanPoint]:
+        with call.given() as (module, args, kwargs):
+            if self._device is not None:
+                return worthwhile(lean_menu(plainly, module, args, kwargs, clock=self._device))
+            if not can_lean(plainly, module, args, kwargs):
+                return []
+            return worthwhile(lean_menu(plainly, module, args, kwargs))
+
+    def _nests(self, call: _Call) -> Iterator[Nest]:
+        with call.given() as (module, args, _):
+            row = measure_layers(list(module.children()), args[0], forms=self._device is None)
+        if row.chain is None:
+            return
+        plans = LayerPlans(row)
+        try:
+            plans.plan(1)
+        except BudgetError as error:
+            least = error.least
+        most = max(least, row.chain.plain_tape)
+        seen = set()
+        for share in _SHARES:
+            _, parts = plans.plan(int(least + share * (most - least)))
+            nest = Nest.of(parts, row.bounds, row.chain)
+            if str(nest) not in seen and any(part.inside or part.option for part in parts):
+                seen.add(str(nest))
+                yield nest
+
+    def _seconds(self, call: _Call, form: Form) -> tuple[float, float]:
+        """Of forward and backward."""
+        if self._device is not None:
+            with PaperClock(self._device) as clock:
+                return call.timed(form, lambda: clock.seconds)
+        times = []
+        while len(times) < _OFTEN and sum(map(sum, times)) < _LONG:
+            times.append(call.timed(form, perf_counter))
+        return min(times, key=sum)
+
+    @staticmethod
+    def _on_paper(plain: _Run, point: LeanPoint) -> _Run:
+        """A lean run as its recipe has it: nothing of that can be run without values."""
+        less = point.plain_tape - point.tape
+        return _Run(plain.held - less, plain.forward, plain.backward - less + point.working, plain.cotangent)
+
+
+class _Call:
+    """A block's call, to be made again and again."""
+
+    def __init__(self, block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any], on_paper: bool) -> None:
+        self.block = block
+        self._arguments = args, kwargs
+        self._needs = block.call.needs
+        self._on_paper = on_paper
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Like those of the call, and leaves of a graph."""
+        needs = iter(self._needs)
+
+        def fresh(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return copy.deepcopy(leaf)
+            if leaf.layout is not torch.strided:
+                return leaf.detach()
+            return leaf.detach().requires_grad_(next(needs))
+
+        args, kwargs = tree_map(fresh, self._arguments)
+        return args, kwargs
+
+    @contextmanager
+    def given(self) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+        """Inside, the block may change what it keeps; gives it, and arguments."""
+        module = self.block.call.module
+        with nullcontext() if self._on_paper else left_as_it_was([module]), torch.enable_grad():
+            yield module, *self.arguments()
+
+    def watched(self, form: Form) -> _Run:
+        """Run forward and backward in a form, counting bytes."""
+        log = Log()
+        with self.given() as (module, args, kwargs), run_in(form, module):
+            since = now()
+            with watching(log):
+                result = module.forward(*args, **kwargs)
+            outputs = {log.number(tensor) for tensor in tensors_of(result)} - {0}
+            cotangent = sum(tensor.nbytes for tensor in tensors_of(result) if tensor.requires_grad)
+            held, forward = log.level(0, len(log.events))
+            held -= log.bytes(outputs)
+            seed = seed_of(result)
+            del result
+            start, _ = log.level(0, len(log.events))
+            mark = len(log.events)
+            if seed is not None:
+                with watching(log):
+                    _pull(seed, args, kwargs, since)
+            _, most = log.level(mark, len(log.events))
+        return _Run(max(0, held), forward, start + most, cotangent)
+
+    def timed(self, form: Form, clock: Callable[[], float]) -> tuple[float, float]:
+        """Seconds of forward and backward in a form."""
+        with self.given() as (module, args, kwargs), run_in(form, module):
+            since, began = now(), clock()
+            seed = seed_of(module.forward(*args, **kwargs))
+            between = clock()
+            if seed is not None:
+                _pull(seed, args, kwargs, since)
+            return between - began, clock() - between
+
+
+def _pull(seed: torch.Tensor, args: Any, kwargs: Any, since: int) -> None:
+    pulled(seed, [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad], since)
