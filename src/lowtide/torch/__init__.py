@@ -18,6 +18,8 @@ from lowtide.torch.loops import (
     plan_scan,
     scan,
 )
+from lowtide.torch.model import auto_checkpoint, plan_model
+from lowtide.torch.model_apply import apply, unapply
 from lowtide.torch.recording import Recording, is_recomputing, record
 from lowtide.torch.sequential import Sequential, checkpoint_sequential, plan_sequential, sequential
 from lowtide.torch.while_loop import checkpointed_while_loop
@@ -29,6 +31,8 @@ __all__ = [
     "Recording",
     "Sequential",
     "Steps",
+    "apply",
+    "auto_checkpoint",
     "checkpoint",
     "checkpoint_sequential",
     "checkpointed_for_loop",
@@ -41,10 +45,12 @@ __all__ = [
     "lean_frontier",
     "measure",
     "plan_for_loop",
+    "plan_model",
     "plan_scan",
     "plan_sequential",
     "record",
     "scan",
     "sequential",
     "spiking",
+    "unapply",
 ]

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lowtide.torch.fakes import MOST_KNOWN, has_values
 from lowtide.torch.operations import written_by
 
+_DEVICE = torch.ops.prim.device.default
 _EQUAL = torch.ops.aten.equal.default
 _OF_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -37,6 +38,8 @@ class KnownValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE:  # what a fake tensor is asked at every turn
+            return func(*args)
         kwargs = dict(kwargs or {})
         asked = kwargs.get("device")
         if asked is not None and self._device is not None:
@@ -47,9 +50,11 @@ class KnownValues(TorchDispatchMode):
             if func.is_view:
                 return self._really(func, args, kwargs)
             if all(self._is_known(tensor) for tensor in tensors):
-                if any(tag in func.tags for tag in _OF_VALUES) or _is_small(result := func(*args, **kwargs)):
+                # A change in place makes nothing; what depends on values makes no more than it is given.
+                if func._schema.is_mutable or any(tag in func.tags for tag in _OF_VALUES):
                     return self._really(func, args, kwargs)
-                return self._own(func, args, kwargs, result)
+                result = func(*args, **kwargs)
+                return self._really(func, args, kwargs) if _is_small(result) else result
         if func is _EQUAL and any(not self._is_known(tensor) for tensor in valued):
             return False  # it was written into: that is another value, as far as anybody can say
         return self._own(func, args, kwargs, func(*args, **kwargs))

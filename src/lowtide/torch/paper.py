@@ -33,7 +33,8 @@ _INTERNAL = frozenset(nn.Module().__dict__)
 _REGISTERED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
-# What torch says where a tensor without values is read by something else than an operation.
+_NO_FORM = "no fake impl registered"  # what torch says of operations of others
+# What it says where a tensor without values is read by something else than an operation.
 _READING = ("data pointer", ".numpy() is not supported", "numpy() on a")
 
 
@@ -114,7 +115,7 @@ def _swapped(model: nn.Module, fakes: Fakes) -> Iterator[None]:
 def _explained(error: Exception, model: nn.Module) -> InputError | None:
     """What to say about an error that comes from tensors having no values; None for any other."""
     read = isinstance(error, _OF_VALUES) or any(words in str(error) for words in _READING)
-    if not read and not isinstance(error, _UNSUPPORTED):
+    if not read and not isinstance(error, _UNSUPPORTED) and _NO_FORM not in str(error):
         return None
     what = "looks at values of a tensor, which has none on paper" if read else f"cannot run on paper: {error}"
     return InputError(
