@@ -115,7 +115,7 @@ def _tampered(**changes: object) -> str:
         ("[]", '"lowtide": 1 is missing'),
         ('{"lowtide": 2}', '"lowtide": 1 is missing'),
         ('{"lowtide": 1}', "lacks chain, knob, planner, parameters, bill"),
-        (_tampered(planner="magic"), "planner 'magic' is not known here; known are base, hetero"),
+        (_tampered(planner="magic"), "planner 'magic' is not known here; known are base, blocks, hetero"),
         (_tampered(parameters={"memory": 300, "colour": 1}), "does not have the form.*colour"),
         (_tampered(chain={"length": 3}), "does not have the form.*steps"),
         (_tampered(bill=BILL | {"plain_runs": 7}), "another version of planner 'uniform'.*plan again"),

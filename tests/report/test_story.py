@@ -250,7 +250,7 @@ def test_a_receipt_is_measured_beyond_what_is_held_anyway() -> None:
     bill = plan.bill
     receipt = Receipt(bill.plain_runs, 400, 400, peak_memory=20_500, held=1_000, seconds=1.0)
     story = tell(plan, receipt, points=0, measured=[Mark("torch", 99, 1.5)])
-    assert measured_peak(receipt) == 19_500
+    assert measured_peak(plan, receipt) == 19_500
     assert story.fits
     mine, other = story.measured
     assert mine.peak == 19_500
@@ -268,7 +268,7 @@ def test_a_receipt_is_measured_beyond_what_is_held_anyway() -> None:
     assert tell(plan, points=0).measuring == ""
     assert over.measured[0].time_factor == plan.time_factor  # no runs were counted
     assert tell(plan, Receipt(), points=0).measured == ()
-    assert measured_peak(None) is None
+    assert measured_peak(plan, None) is None
 
 
 def test_a_recording_is_as_good_as_a_receipt() -> None:

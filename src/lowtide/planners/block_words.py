@@ -218,12 +218,14 @@ def _told(points: Sequence[FrontierPoint], unit: str) -> str:
 
 
 def table(chain: Chain, schedule: Blocks) -> Iterator[str]:
-    """The rows as text in columns."""
-    cells = [("block", "tape", "time", "decision", "why")]
-    cells += [
+    """The rows as text in columns, under their titles; nothing if there are none."""
+    cells = [
         (row.name, format_size(row.tape), format_time(row.seconds, schedule.unit), row.decision, row.why)
         for row in rows(chain, schedule)
     ]
+    if not cells:
+        return
+    cells.insert(0, ("block", "tape", "time", "decision", "why"))
     name, tape, time, form = (max(len(row[column]) for row in cells) for column in range(4))
     for row in cells:
         yield f"{row[0]:<{name}}  {row[1]:>{tape}}  {row[2]:>{time}}  {row[3]:<{form}}  {row[4]}"

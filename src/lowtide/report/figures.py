@@ -17,7 +17,17 @@ import numpy as np
 from lowtide.actions import Tier
 from lowtide.errors import InputError
 from lowtide.report.picture import GRADIENTS, KINDS, PARAMETERS, TIERS, cells, layers, layers_of, size_ticks
-from lowtide.report.words import budget_of, clean, cut, is_model, limit_label, limit_name, measured_name, times_of
+from lowtide.report.words import (
+    budget_of,
+    clean,
+    cut,
+    is_model,
+    limit_label,
+    limit_name,
+    measured_name,
+    plain_name,
+    times_of,
+)
 from lowtide.sizes import format_size
 
 if TYPE_CHECKING:
@@ -113,7 +123,7 @@ def frontier_axes(axes: Axes, story: Story) -> None:
         label=f"below {format_size(story.least)}: no plan",
     )
     axes.minorticks_off()
-    axes.set(xlabel="peak memory", ylabel="time / plain loop", title=f"What each {limit_name(plan)} buys")
+    axes.set(xlabel="peak memory", ylabel=f"time / {plain_name(plan)}", title=f"What each {limit_name(plan)} buys")
     _legend(axes)
 
 
@@ -151,7 +161,7 @@ def memory_axes(axes: Axes, story: Story) -> None:
     top = timeline.worst.total
     curve = story.curve
     if curve:
-        label = f"measured, at most {format_size(max(curve))}"
+        label = f"measured{' without gradients' if is_model(plan) else ''}, at most {format_size(max(curve))}"
         axes.stairs(
             curve, np.linspace(0, _span(plan), len(curve) + 1), color="#000000", lw=1, label=label, baseline=None
         )
@@ -316,7 +326,11 @@ def _span(plan: Plan) -> float:
 
 
 def _time_label(plan: Plan) -> str:
-    return "predicted time / plain loop" if plan.chain.plain_seconds else "predicted time, as a share of the whole"
+    return (
+        f"predicted time / {plain_name(plan)}"
+        if plan.chain.plain_seconds
+        else "predicted time, as a share of the whole"
+    )
 
 
 def _legend(axes: Axes) -> None:

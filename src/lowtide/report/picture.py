@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lowtide.actions import Tier
 from lowtide.plan import Plan
-from lowtide.planners.block_words import fixed_parts
+from lowtide.planners.block_words import fixed_parts, is_block
 from lowtide.planners.blocks import Blocks
 from lowtide.report.timeline import Kind, Moment, Raster, Timeline
 
@@ -65,13 +65,16 @@ def layers_of(plan: Plan, moment: Moment) -> tuple[int, ...]:
     """Bytes of a moment in the order of `layers`."""
     if not isinstance(plan.schedule, Blocks):
         return parts_of(moment)
-    fixed = fixed_parts(plan.chain, plan.schedule)
+    chain, fixed = plan.chain, fixed_parts(plan.chain, plan.schedule)
+    # Steps outside of blocks hold a byte or so, which is no tape to speak of.
+    tapes = max(0, moment.tape - sum(chain[k].tape for k in range(len(chain)) if not is_block(chain, k)))
     # What is held all along is there while a step is taped too, which needs to say nothing of it.
-    found, left = [], max(moment.working, min(sum(size for _, size in fixed), plan.bill.peak_memory - moment.tape))
+    left = max(moment.total - tapes, min(sum(size for _, size in fixed), plan.bill.peak_memory - tapes))
+    found = []
     for _, size in fixed:
         found.append(min(size, left))
         left -= found[-1]
-    return *found, moment.tape, left
+    return *found, tapes, left
 
 
 def size_ticks(top: int, most: int = 5) -> list[int]:

@@ -18,7 +18,7 @@ from lowtide.report.picture import Ink
 from lowtide.report.words import clean
 
 MARGIN = 11  # left of the pictures
-_GAP = 2  # between columns
+GAP = 2  # between columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Sheet:
         taken = sum(
             max(cell_len(title), *(cell_len(str(line[place])) for line in lines)) for place, title in enumerate(titles)
         )
-        return self.width - taken - _GAP * len(titles)
+        return self.width - taken - GAP * len(titles)
 
     def table(self, *titles: str) -> Table:
         """A table without lines: the first and the last column are words, the others figures."""
-        table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", pad_edge=False, collapse_padding=True)
+        table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim", pad_edge=False, collapse_padding=True)
         for place, title in enumerate(titles):
             is_words = place in (0, len(titles) - 1) or title == "decision"
             table.add_column(title, justify="left" if is_words else "right", no_wrap=True, overflow="crop")

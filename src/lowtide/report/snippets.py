@@ -27,8 +27,10 @@ _READING = (
 def snippets(plan: Plan) -> tuple[Snippet, ...]:
     """One for each front end that the plan can be for, the likely one first, and one that reads it from a file."""
     if isinstance(plan.schedule, Blocks):
-        in_file = f"{_READING}\nimport lowtide.torch as lt\n\nlt.apply(plan, model)"
-        return *for_model(plan.schedule, _knob(plan.knob)), Snippet(PLAN_FILE, in_file)
+        is_torch = plan.schedule.unit == "s"
+        used = "torch as lt\n\nlt.apply(plan, model)" if is_torch else "jax as lt\n\nloss = lt.apply(plan, loss)"
+        in_file = Snippet(PLAN_FILE, f"{_READING}\nimport lowtide.{used}")
+        return *for_model(plan.schedule, _knob(plan.knob)), in_file
     if not plan.chain.is_equal:
         return _for_layers(plan.knob)
     knob = _knob(plan.knob)
@@ -44,17 +46,23 @@ def snippets(plan: Plan) -> tuple[Snippet, ...]:
     return (jax, brainstate, torch, file) if has_rooms(plan) else (torch, jax, brainstate, file)
 
 
-def for_model(schedule: Blocks, knob: str) -> tuple[Snippet, ...]:
-    """The same for a whole model, with the peak as one more argument; a plan for any peak has it."""
+def for_model(schedule: Blocks, knob: str) -> tuple[Snippet, Snippet]:
+    """The same for a whole model, with the peak as one more argument; where its times were counted, JAX traced it."""
     trained = ", optimizer=optimizer" if schedule.optimizer else ""
-    return (
-        Snippet(
-            "PyTorch",
-            "import lowtide.torch as lt\n\n"
-            "# once, before training; inputs are what the model is called with\n"
-            f"plan = lt.auto_checkpoint(model, *inputs{knob}{trained})",
-        ),
+    torch = Snippet(
+        "PyTorch",
+        "import lowtide.torch as lt\n\n"
+        "# once, before training; inputs are what the model is called with\n"
+        f"plan = lt.auto_checkpoint(model, *inputs{knob}{trained})",
     )
+    jax = Snippet(
+        "JAX",
+        "import lowtide.jax as lt\n\n"
+        "# inputs are what the loss is called with besides its parameters\n"
+        f"plan = lt.plan_model(loss, params, *inputs{knob}{trained})\n"
+        "loss = lt.apply(plan, loss)",
+    )
+    return (torch, jax) if schedule.unit == "s" else (jax, torch)
 
 
 def _loops(front_end: str, was: str, knob: str) -> str:

@@ -150,6 +150,8 @@ def held_before(plan: Plan) -> int:
 def _measured_model(plan: Plan, receipt: Receipt, measured: int) -> str:
     share, made = measured / plan.bill.peak_memory - 1, format_size(receipt.peak_memory)
     against = f"{abs(share):.1%} {'more' if share > 0 else 'less'} than predicted"
+    if abs(share) < 0.0005:
+        against = "as predicted"
     return (
         f"Measured: {format_size(measured)} at the worst moment, {against}; {made} of it made in the step, beside "
         f"{format_size(held_before(plan))} of parameters, optimizer state, inputs and buffers."

@@ -19,7 +19,7 @@ from lowtide.actions import Tier
 from lowtide.report.glyphs import ASCII, UNICODE
 from lowtide.report.peers import Mark
 from lowtide.report.picture import KINDS, TIERS, Cells, Ink, cells, layers, layers_of
-from lowtide.report.sheet import MARGIN, Sheet
+from lowtide.report.sheet import GAP, MARGIN, Sheet
 from lowtide.report.snippets import snippets
 from lowtide.report.story import Story, View
 from lowtide.report.timeline import Kind
@@ -47,9 +47,10 @@ _MEMORY_HEIGHT = 8
 _LIMIT = "#d7191c"
 _FULL = 4.0  # times the plain run's: a full bar
 _FRONTIER = ("  knob", "peak", "of plain", "runs/step", "time")
-_MODEL_FRONTIER = ("  ask for", "peak", "of all kept", "extra", "time")
-_BLOCKS = ("block", "tape", "time", "decision")
+_MODEL_FRONTIER = ("  ask for", "peak", "of kept", "extra", "time")
+_BLOCKS = ("block", "tape", "time")
 _ROWS = ("what", "state", "tape", "again", "stored", "extra", "decision")
+_LEAST_DECISION = 8
 _LEAST_WHY = 30  # cells; a reason cut shorter than that is none
 
 
@@ -240,18 +241,16 @@ class _Page(Sheet):
             yield self.text("there are no blocks to choose for")
             return
         lines: list[list[str | Text]] = [
-            [
-                self.text(row.name, most=self.names()),
-                format_size(row.tape),
-                time_of(view.plan, row.seconds),
-                self.text(row.decision, "bold" if row.decision == "keep" else "", self.names()),
-            ]
+            [self.text(row.name, most=self.names()), format_size(row.tape), time_of(view.plan, row.seconds)]
             for row in rows[:_MOST_ROWS]
         ]
+        # Reasons are short, so what the decision says besides its first word is what goes where there is no room.
         room = self.room(lines, _BLOCKS)
-        table = self.table(*_BLOCKS, "why")
+        most = max(room - max(len(row.why) for row in rows) - GAP, _LEAST_DECISION)
+        table = self.table(*_BLOCKS, "decision", "why")
         for line, row in zip(lines, rows, strict=False):
-            table.add_row(*line, self.text(row.why, most=max(room, 0)))
+            form = self.text(row.decision, "bold" if row.decision == "keep" else "", most)
+            table.add_row(*line, form, self.text(row.why, most=max(room - GAP - most, 0)))
         yield table
         yield from self._more(len(rows))
 

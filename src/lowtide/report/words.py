@@ -77,6 +77,11 @@ def limit_name(plan: Plan) -> str:
     return "peak" if is_model(plan) else "budget"
 
 
+def plain_name(plan: Plan) -> str:
+    """What its time is a multiple of."""
+    return "plain step" if is_model(plan) else "plain loop"
+
+
 def title_of(plan: Plan) -> str:
     """What the plan is for, in a few words."""
     return title(plan.chain) if is_model(plan) else str(plan.chain)

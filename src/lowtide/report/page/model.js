@@ -27,9 +27,9 @@ class ModelView {
     this.planner = data.model.planner;
     this.text = {
       peak: formatSize(peak),
-      share: `${(100 * peak / data.plain.memory).toFixed(1)}% of all kept`,
+      share: `${rounded((100 * peak) / data.plain.memory, 1).toFixed(1)}% of all kept`,
       budget: this.own ? (data.budget === null ? 'none' : formatSize(data.budget)) : asked,
-      factor: `${this.factor.toFixed(3)}x`,
+      factor: `${rounded(this.factor, 3).toFixed(3)}x`,
       extra: formatTime(extra, data.model.unit),
     };
   }
@@ -38,12 +38,14 @@ class ModelView {
     return this.data.model.steps.map((step, k) => step.menu[this.letters.charCodeAt(k) - 48]);
   }
 
-  // Bytes of tapes held at the worst moment of each step, and of everything.
+  // At the worst moment of each step: bytes of the blocks' tapes, of what steps outside of blocks hold, and of everything.
   get levels() {
-    let tapes = 0;
+    const blocks = new Set(this.data.model.blocks);
+    let [tapes, others] = [0, 0];
     return this.entries.map((entry, k) => {
-      tapes += entry.tape;
-      return { tapes, total: tapes + Math.max(this.data.model.steps[k].taping, entry.pulling) };
+      if (blocks.has(k)) tapes += entry.tape;
+      else others += entry.tape;
+      return { tapes, others, total: tapes + others + Math.max(this.data.model.steps[k].taping, entry.pulling) };
     });
   }
 
@@ -88,7 +90,7 @@ class ModelView {
     return this.data.model.blocks.map((k) => {
       const { name, forward, backward, menu } = this.data.model.steps[k];
       const { tape, extra, name: decision, why } = entries[k];
-      return [name, menu[0].tape, tape, forward + backward, extra, levels[k].total, decision, why];
+      return [name, decision, menu[0].tape, tape, forward + backward, extra, levels[k].total, why];
     });
   }
 
@@ -113,8 +115,8 @@ class ModelView {
       runs.stop.push(now);
     };
     const held = fixed.reduce((sum, [, , size]) => sum + size, 0);
-    const hold = (what, began, tapes, beside) => {
-      let left = Math.max(beside, Math.min(held, this.peak - tapes)); // what is held all along is there then too
+    const hold = (what, began, { tapes, others }, beside) => {
+      let left = Math.max(others + beside, Math.min(held, this.peak - tapes)); // what is held all along is there then too
       for (const [key, , size] of fixed) {
         memory[key].push(Math.min(size, left));
         left -= Math.min(size, left);
@@ -128,13 +130,13 @@ class ModelView {
     steps.forEach((step, k) => {
       const began = now;
       run(1, k, timed ? step.forward : 1);
-      hold(`taping ${cut(step.name, 40)}`, began, levels[k].tapes, step.taping);
+      hold(`taping ${cut(step.name, 40)}`, began, levels[k], step.taping);
     });
     for (let k = steps.length - 1; k >= 0; k -= 1) {
       const began = now;
       if (entries[k].extra > 0) run(3, k, entries[k].extra);
       run(4, k, timed ? steps[k].backward : 2);
-      hold(`backward through ${cut(steps[k].name, 40)}`, began, levels[k].tapes, entries[k].pulling);
+      hold(`backward through ${cut(steps[k].name, 40)}`, began, levels[k], entries[k].pulling);
     }
     const ticks = (times) => times.map((time) => Math.round((time / now) * MODEL_TICKS));
     for (const table of [runs, memory]) Object.assign(table, { start: ticks(table.start), stop: ticks(table.stop) });

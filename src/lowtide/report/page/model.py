@@ -22,12 +22,12 @@ PEAK = "(PEAK)"  # where the code has the peak, which no name and no number has 
 _FIXED = ("parameters", "optimizer", "inputs")
 _COLUMNS = (
     Column("name", "block", "text"),
+    Column("decision", "decision", "text"),  # beside the name, so that a narrow window shows it
     Column("tape", "tape if kept", "bytes"),
     Column("held", "tape held", "bytes"),
     Column("time", "time if kept", "time"),
     Column("extra", "extra time", "time"),
     Column("level", "level at its worst", "bytes"),
-    Column("decision", "decision", "text"),
     Column("why", "why", "text"),
 )
 

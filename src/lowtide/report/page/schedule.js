@@ -37,7 +37,7 @@ function showSchedule(data, view) {
   }));
   if (isNamed) {
     const label = (name, k) => draw('text', { x: left - 8, y: y(k + 0.5) + 4, 'text-anchor': 'end', class: 'step-name' },
-      draw('title', {}, name), cutToWidth(name, left - 14));
+      draw('title', {}, name), nameToWidth(name, left - 14));
     svg.append(draw('g', { 'data-test': 'step-names' }, ...names.map(label)));
   }
   const pointer = draw('rect', { class: 'pointer', visibility: 'hidden' });
@@ -71,6 +71,13 @@ function showSchedule(data, view) {
     ...[['stored-memory', 'snapshot in memory', 5], ['stored-disk', 'snapshot on disk', 6]].filter(([, , kind]) => look.has(kind))
       .map(([name, label]) => make('li', {}, swatch(`${name} thin`), label)),
     cell ? make('li', { 'data-test': 'cell' }, `each cell is ${cell.steps} steps high and ${time.text(time.at(cell.ticks))} wide`) : null);
+}
+
+// A name cut to a width. Of a path it keeps the end, which is what differs: "transformer.h.11" becomes "…h.11".
+function nameToWidth(name, width) {
+  const parts = cut(name, 200).split('.');
+  const ends = parts.map((_, k) => `${k ? '…' : ''}${parts.slice(k).join('.')}`);
+  return ends.find((end) => textWidth(end) <= width) ?? cutToWidth(name, width);
 }
 
 // The name of each step, where the table has a row for each.

@@ -69,7 +69,7 @@ function tableCell(cell, column) {
   const { key, kind } = column;
   if (cell === null) return make('td', { class: kind });
   if (kind === 'text') {
-    const look = { why: 'why', decision: cell === 'keep' ? 'keep' : 'again' }[key] ?? '';
+    const look = { why: cell.length < 40 ? 'why brief' : 'why', decision: cell === 'keep' ? 'keep' : 'again' }[key] ?? '';
     // The style sheet cuts it to the width there is; the title has all of it.
     return make('td', { class: `text ${look}`, title: cell }, make('bdi', {}, cut(cell, 240)));
   }

@@ -57,11 +57,22 @@ function formatSize(bytes) {
 const LONGEST = 1e12;
 const power = (value) => value.toExponential(2).replace(/\.?0*e\+?/u, 'e');
 
+// Rounded as Python rounds: an exact half goes to the even digit.
+function rounded(value, places) {
+  const isHalf = Number.isInteger(value * 2 ** (places + 1)) && Math.abs((value * 10 ** places) % 1) === 0.5;
+  if (!isHalf) return Number(value.toFixed(places));
+  const below = Math.floor(value * 10 ** places);
+  return (below + Math.abs(below % 2)) / 10 ** places;
+}
+
+// So many digits of a number that is at least 1 or so, without noughts at the end.
+const toDigits = (value, count) => String(rounded(value, Math.max(0, count - String(Math.floor(Math.abs(value))).length)));
+
 // Four digits, or as many as a whole number has.
 function formatNumber(value) {
   if (Math.abs(value) >= LONGEST) return power(value);
-  if (Number.isInteger(value) || Math.abs(value) >= 1000) return grouped(value);
-  return String(Number(value.toPrecision(4)));
+  if (Number.isInteger(value) || Math.abs(value) >= 1000) return grouped(rounded(value, 0));
+  return Math.abs(value) < 1 ? String(Number(value.toPrecision(4))) : toDigits(value, 4);
 }
 
 // Three digits.
@@ -92,7 +103,7 @@ const PREFIXES_OF_COUNTS = [['P', 1e15], ['T', 1e12], ['G', 1e9], ['M', 1e6], ['
 function formatTime(time, unit) {
   for (const [prefix, factor] of unit === 's' ? PREFIXES : PREFIXES_OF_COUNTS) {
     const number = time / factor;
-    if (number >= 0.9995) return `${number >= 999.5 ? grouped(number) : Number(number.toPrecision(3))} ${prefix}${unit}`;
+    if (number >= 0.9995) return `${number >= 999.5 ? grouped(rounded(number, 0)) : toDigits(number, 3)} ${prefix}${unit}`;
   }
   return `0 ${unit}`;
 }

@@ -1,0 +1,66 @@
+"""Plans of whole models that the reports are tried on: twelve transformer blocks with five forms each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lowtide.chain import Chain, StepCost, TapeOption, Working
+from lowtide.plan import Knob, Plan, Receipt
+from lowtide.planners.blocks import Blocks, block_frontier, choose_blocks, least_peak
+
+MIB = 1 << 20
+PARAMETERS, OPTIMIZER, INPUTS = 324 * MIB, 648 * MIB, 2 * MIB
+HELD = PARAMETERS + OPTIMIZER + INPUTS
+NOTES = (
+    "transformer.wte is called once and is no repeated block: it runs as it is.",
+    "All 12 blocks of transformer.h.",
+)
+
+
+def outside(beside: int, forward: float = 0.0, backward: float = 0.0) -> StepCost:
+    """A step that is no block."""
+    return StepCost(1, 1, forward, backward, working=Working(0, HELD, HELD + beside))
+
+
+def block(k: int) -> StepCost:
+    """A block, each a little larger and slower than the one before; gradients gather on the way back."""
+    tape, gradients = 72 * MIB + 4096 * k, max(12 - k, 0) * 20 * MIB
+    seconds = 0.006 + 0.0001 * k
+    options = (
+        TapeOption(tape * 3 // 5, 0.0004 + 0.00001 * k, "lean 45298483 + 524288 B", HELD + gradients + 4 * MIB),
+        TapeOption(tape * 2 // 5, 0.0010 + 0.00002 * k, "lean 30198988 + 1048576 B", HELD + gradients + 6 * MIB),
+        TapeOption(
+            tape // 4, 0.0021 + 0.00001 * k, "attn: rerun; mlp: lean 1048576 + 0 B", HELD + gradients + 30 * MIB
+        ),
+        TapeOption(3 * MIB, seconds, "rerun", HELD + gradients + tape),
+    )
+    working = Working(0, HELD + MIB, HELD + gradients + 3 * MIB)
+    return StepCost(1, tape, seconds, 2 * seconds, working=working, options=options)
+
+
+def gpt(blocks: int = 12, name: str = "transformer.h") -> Chain:
+    """What happens in a training step, in the order of the forward."""
+    steps = [
+        ("(optimizer step)", outside(324 * MIB, 0.0, 0.009)),
+        ("(outside)", outside(300 * MIB, 0.001, 0.002)),
+        *((f"{name}.{k}", block(k)) for k in range(blocks)),
+        ("(outside)", outside(90 * MIB, 0.004, 0.008)),
+        ("(loss)", outside(150 * MIB, 0.001, 0.001)),
+    ]
+    chain = Chain.of([step for _, step in steps], [name for name, _ in steps])
+    return replace(chain, parameters=PARAMETERS, gradients=PARAMETERS)
+
+
+def model_plan(chain: Chain, share: float = 0.4, margin: int = 16 * MIB, unit: str = "s") -> Plan:
+    """The plan for a peak that lies so far between the least and the largest."""
+    least, most = least_peak(chain), block_frontier(chain)[0].peak
+    peak = least + int(share * (most - least)) + margin
+    options = choose_blocks(chain, peak, margin=margin)
+    return Plan.make(chain, Knob("peak", peak), Blocks(options, OPTIMIZER, INPUTS, margin, NOTES, unit))
+
+
+def measured_model(plan: Plan, share: float = 0.99) -> Receipt:
+    """A step that took so much of the predicted peak."""
+    made = int(share * plan.bill.peak_memory) - HELD
+    curve = tuple(made * k // 120 for k in (*range(100), *range(99, -1, -1)))
+    return Receipt(0, 12, 12, 0, made, 0, 0.31, 324 * MIB, curve)

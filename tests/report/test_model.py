@@ -1,0 +1,367 @@
+"""What a report tells of a whole model's plan, in words: the plan's own, a terminal's, a notebook's and a figure's."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+import re
+from pathlib import Path
+from typing import cast
+
+import pytest
+from rich.console import Console
+
+from lowtide import BudgetError, Chain, Plan, Receipt, StepCost, TapeOption, Working
+from lowtide.plan import Knob
+from lowtide.planners import block_words
+from lowtide.planners.block_words import format_time, kinds, rows, worst_moment
+from lowtide.planners.blocks import Blocks, block_frontier, for_peak, least_peak, to_ask
+from lowtide.report import Mark, figure, show, tell
+from lowtide.report.picture import MODEL_PARTS, layers_of
+from lowtide.report.snippets import snippets
+from lowtide.report.story import measured_peak
+from lowtide.report.text import render
+from lowtide.report.words import size_at_least
+from lowtide.sizes import format_size, parse_size
+from tests.report.chains import HOSTILE
+from tests.report.models import HELD, INPUTS, MIB, OPTIMIZER, PARAMETERS, gpt, measured_model, model_plan
+
+PLAN = model_plan(gpt())
+SCHEDULE = cast(Blocks, PLAN.schedule)
+
+
+def printed(
+    plan: Plan, receipt: Receipt | None = None, width: int = 100, encoding: str = "utf-8", points: int = 5
+) -> str:
+    buffer = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
+    Console(file=buffer, width=width, color_system=None).print(render(tell(plan, receipt, points=points)))
+    buffer.flush()
+    return buffer.buffer.getvalue().decode(encoding)
+
+
+# The plan's own text
+
+
+def test_the_plan_tells_its_blocks() -> None:
+    text = str(PLAN)
+    lines = text.splitlines()
+    assert lines[0] == "model     12 blocks, 864.3 MiB of tape if all are kept"
+    assert lines[1] == (
+        "holds     parameters 324 MiB, optimizer state 648 MiB, inputs and buffers 2 MiB, gradients 324 MiB"
+    )
+    asked, peak = PLAN.knob.value or 0, PLAN.bill.peak_memory
+    assert lines[2] == f"asked     peak={format_size(asked)}; the plan aims 16 MiB below it, its margin"
+    assert lines[3] == f"peak      {format_size(peak)} predicted, {peak / asked:.1%} of the one asked for"
+    assert lines[4].startswith("worst     in ")
+    extra = PLAN.bill.seconds - PLAN.chain.plain_seconds
+    assert lines[5] == f"time      {format_time(extra)} extra: {PLAN.time_factor:.3f}x the plain step, predicted"
+    assert lines[7].startswith(f"frontier  {len(PLAN.frontier)} choices, from ")
+    assert lines[8] == "planner   blocks"
+    assert [line[10:] for line in lines if line.startswith("note ")] == list(SCHEDULE.notes)
+    table = lines[lines.index(next(line for line in lines if line.startswith("  block"))) :]
+    assert len(table) == 13
+    assert table[0].split() == ["block", "tape", "time", "decision", "why"]
+    assert [line.split()[0] for line in table[1:]] == [f"transformer.h.{k}" for k in range(12)]
+
+
+def test_every_reason_has_its_numbers() -> None:
+    for row in rows(PLAN.chain, SCHEDULE):
+        if row.decision == "keep":
+            assert (row.why, row.held, row.extra) == ("fits", row.tape, 0.0)
+        else:
+            assert row.why == f"frees {format_size(row.tape - row.held)} for {format_time(row.extra)}"
+    assert len({row.decision for row in rows(PLAN.chain, SCHEDULE)}) > 1
+
+
+def test_the_worst_moment_is_the_peak_and_its_parts_are_all_of_it() -> None:
+    for share in (0.0, 0.3, 0.7, 1.0):
+        plan = model_plan(gpt(), share)
+        worst = worst_moment(plan.chain, plan.schedule)  # type: ignore[arg-type]
+        assert worst.total == plan.bill.peak_memory == sum(size for _, size in worst.parts)
+        parts = dict(worst.parts)
+        assert parts["parameters"] == PARAMETERS
+        assert parts["optimizer state"] == OPTIMIZER
+        assert parts["inputs and buffers"] == INPUTS
+
+
+@pytest.mark.parametrize(
+    ("names", "where", "told"),
+    [
+        (["(optimizer step)", "a"], 0, "in the optimizer step: parameters 10 B, gradients 5 B, the rest 86 B"),
+        (["a", "(loss)"], 1, "in the loss: parameters 10 B, tapes 7 B, gradients so far and transients 91 B"),
+        (
+            ["(outside)", "a"],
+            0,
+            "outside the blocks, before the first: parameters 10 B, gradients so far and transients",
+        ),
+        (["a", "(outside)"], 1, "outside the blocks, after a: parameters 10 B, tapes 7 B, gradients so far"),
+        (["a", "b"], 1, "in b: parameters 10 B, tapes 8 B, gradients so far and transients 90 B"),
+        ([], 1, "in step 1: parameters 10 B, tapes 8 B, gradients so far"),
+    ],
+)
+def test_where_the_worst_moment_is(names: list[str], where: int, told: str) -> None:
+    light, heavy = StepCost(1, 7), StepCost(1, 1, working=Working(backward=100))
+    steps = [heavy, light] if where == 0 else [light, heavy]
+    chain = dataclasses.replace(Chain.of(steps, names), parameters=10, gradients=5)
+    worst = worst_moment(chain, Blocks((0, 0)))
+    assert worst.step == where
+    assert str(worst).startswith(told)
+
+
+def test_forms_that_free_nothing_are_told_too() -> None:
+    options = (TapeOption(10, 0.5, "", 20), TapeOption(10, 0.0, "same"), TapeOption(4, 0.0, "free", 50))
+    chain = Chain.of([StepCost(1, 10, working=Working(backward=50), options=options), StepCost(1, 11)])
+    told = [block_words.why(chain, 0, option, "s") for option in range(4)]
+    assert told == ["fits", "needs 30 B less at its worst moment for 500 ms", "at no cost", "frees 6 B at no cost"]
+    assert block_words.why(chain, 1, 0, "s") == "fits; it has no other form"
+    assert rows(chain, Blocks((1, 0)))[0].decision == "option 1"
+
+
+def test_decisions_are_counted_by_their_sort() -> None:
+    forms = ["rerun", "keep", "lean 3 KiB + 0 B", "rerun, lean 3 KiB + 0 B", "a: rerun; b: lean 1 KiB + 0 B", "odd one"]
+    assert kinds([*forms, "keep", "rerun, keep x", "nest (0-3)"]) == (
+        "2 kept, 1 lean, 1 in parts, 1 nested, 3 rerun, 1 odd"
+    )
+    assert kinds([]) == ""
+
+
+def test_sizes_in_the_names_of_forms_are_made_readable() -> None:
+    text = str(model_plan(gpt(), 0.5))
+    assert re.search(r"lean 4\d\.\d+ MiB \+ 512 KiB|lean 28\.8 MiB \+ 1 MiB", text)
+    assert "45298483" not in text
+
+
+@pytest.mark.parametrize(
+    ("time", "unit", "text"),
+    [
+        (0.0, "s", "0 s"),
+        (1.0, "s", "1 s"),
+        (0.0012, "s", "1.2 ms"),
+        (0.99996, "s", "1 s"),
+        (3.4e-5, "s", "34 us"),
+        (2e-9, "s", "2 ns"),
+        (1e-12, "s", "0 s"),
+        (1234.0, "s", "1,234 s"),
+        (1.5e9, "FLOP", "1.5 GFLOP"),
+        (12.0, "FLOP", "12 FLOP"),
+        (3e18, "FLOP", "3,000 PFLOP"),
+    ],
+)
+def test_times_for_people(time: float, unit: str, text: str) -> None:
+    assert format_time(time, unit) == text
+
+
+def test_times_that_were_counted_are_no_seconds() -> None:
+    plan = model_plan(gpt(), unit="FLOP")
+    assert " FLOP extra" in str(plan) or "FLOP extra: " in str(plan)
+    assert " ms" not in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert [snippet.name for snippet in snippets(plan)] == ["JAX", "PyTorch", "plan file"]
+    assert snippets(plan)[2].code.endswith("import lowtide.jax as lt\n\nloss = lt.apply(plan, loss)")
+
+
+def test_a_model_without_anything_to_choose() -> None:
+    chain = Chain.of([StepCost(1, 1, 1.0, 2.0), StepCost(1, 1, 1.0, 3.0)], ["(outside)", "(loss)"])
+    plan = Plan.make(chain, Knob("none"), Blocks((0, 0), notes=("Nothing is repeated in this model.",)))
+    text = str(plan)
+    assert "model     0 blocks, 0 B of tape if all are kept" in text
+    assert "holds" not in text
+    assert "peak      2 B predicted\n" in text
+    assert "blocks    none" in text
+    assert "frontier  one choice, 2 B with 0 s extra" in text
+    assert text.endswith("note      Nothing is repeated in this model.")
+    assert "there are no blocks to choose for" in printed(plan)
+    assert tell(plan).verdict == "Takes a predicted peak of 2 B; no peak was named."
+
+
+# Another peak
+
+
+@pytest.mark.parametrize("margin", [0, 16 * MIB])
+def test_another_peak_has_the_same_share_as_its_margin(margin: int) -> None:
+    plan = model_plan(gpt(), margin=margin)
+    for point in (plan.frontier[0], plan.frontier[7], plan.frontier[-1]):
+        asked = to_ask(plan, point.peak)
+        other = for_peak(plan, asked)
+        assert other.bill.peak_memory == point.peak
+        assert for_peak(plan, parse_size(size_at_least(asked))).bill.peak_memory >= point.peak
+        assert other.schedule.margin / asked == pytest.approx(margin / (plan.knob.value or 0), rel=1e-5)  # type: ignore[attr-defined]
+    least = to_ask(plan, least_peak(plan.chain))
+    with pytest.raises(BudgetError, match=f"the least that works is {least:,} B"):
+        for_peak(plan, least - 1)
+
+
+def test_sizes_to_ask_for_are_rounded_up() -> None:
+    for size in (1, 999, 1023, 1024, 1025, 12_119, 1023 * 1024 + 1, 3 * 2**30 + 1, 2**40 + 12_345, 54_321 * 2**40 + 1):
+        assert size <= parse_size(size_at_least(size)) <= 1.0011 * size + 1
+    assert size_at_least(2**30) == "1 GiB"
+
+
+# The story
+
+
+def test_the_story_has_the_whole_frontier_and_the_usual_choices() -> None:
+    story = tell(PLAN)
+    peaks = [mark.peak for mark in story.frontier]
+    assert peaks == sorted(point.peak for point in PLAN.frontier)
+    assert [mark.name for mark in story.frontier].count(str(PLAN.knob)) == 1
+    kept, again = story.peers
+    assert (kept.name, kept.peak, kept.time_factor) == ("all kept", PLAN.frontier[0].peak, 1.0)
+    assert again.name == "every block rerun"
+    fastest = next(point.extra for point in PLAN.frontier if point.peak <= again.peak)
+    assert fastest <= PLAN.chain.plain_seconds * (again.time_factor - 1)
+    assert story.least == least_peak(PLAN.chain)
+    assert story.fits
+    asked, peak = format_size(PLAN.knob.value or 0), format_size(PLAN.bill.peak_memory)
+    assert story.verdict == f"Fits: a predicted peak of {peak}, with {asked} asked for."
+    alone = tell(PLAN, points=0)
+    assert (len(alone.frontier), alone.peers, alone.least) == (1, (), 0)
+
+
+def test_a_choice_of_ones_own_is_told_beside_the_frontier() -> None:
+    last = len(PLAN.chain[12].menu) - 1
+    plan = Plan.make(PLAN.chain, PLAN.knob, dataclasses.replace(SCHEDULE, options=(*(0,) * 12, last, 0, 0, 0)))
+    assert (*(0,) * 12, last, 0, 0, 0) not in [point.options for point in PLAN.frontier]
+    story = tell(plan)
+    assert len(story.frontier) == len(PLAN.frontier) + 1
+    assert not story.fits
+    assert story.verdict.startswith("Does not fit: a predicted peak of ")
+
+
+def test_measured_beside_predicted() -> None:
+    receipt = measured_model(PLAN)
+    story = tell(PLAN, receipt, measured=[Mark("by hand", 2 * 2**30, 1.3)])
+    measured = HELD + receipt.peak_memory
+    assert measured_peak(PLAN, receipt) == measured
+    assert f"and a measured one of {format_size(measured)}, with " in story.verdict
+    assert story.measuring == (
+        f"Measured: {format_size(measured)} at the worst moment, 1.0% less than predicted; "
+        f"{format_size(receipt.peak_memory)} of it made in the step, beside 974 MiB of parameters, optimizer state, "
+        "inputs and buffers."
+    )
+    assert [(mark.name, mark.peak) for mark in story.measured] == [("measured", measured), ("by hand", 2 * 2**30)]
+    assert story.measured[0].time_factor == PLAN.time_factor
+    assert max(story.curve) == HELD + max(receipt.curve)
+    above = tell(PLAN, measured_model(PLAN, 1.2))
+    assert above.is_measured_above
+    assert "20.0% more than predicted" in above.measuring
+    assert "Record one training step alone" in above.measuring
+    assert "at the worst moment, as predicted; " in tell(PLAN, measured_model(PLAN, 1.0)).measuring
+    assert tell(PLAN, Receipt()).measuring == ""
+
+
+# A terminal
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_terminal(width: int, encoding: str) -> None:
+    text = printed(PLAN, measured_model(PLAN), width, encoding)
+    assert max(len(line) for line in text.splitlines()) <= width
+    words = " ".join(text.split())
+    assert "What each peak buys" in words
+    assert "every block rerun" in words
+    assert "Schedule" not in text
+    assert "most measured without results and gradients: " in words
+    for name in (ink.name for ink in MODEL_PARTS):
+        assert name in words
+    assert "transformer.h.11" in text
+    assert "lt.auto_checkpoint(model, *inputs, peak=" in words
+
+
+def test_the_terminal_marks_the_plan_among_the_choices() -> None:
+    lines = printed(PLAN, width=120).splitlines()
+    own = next(line for line in lines if line.startswith("▶"))
+    assert f"▶ {PLAN.knob}" in own
+    assert format_time(PLAN.bill.seconds - PLAN.chain.plain_seconds) in own
+    assert f"{PLAN.time_factor:.3f}x" in own
+    assert any("frees " in line for line in lines)
+    assert " asked for " in " ".join(lines)
+
+
+def test_it_is_shown_on_a_console() -> None:
+    console = Console(file=io.StringIO(), width=100, record=True)
+    show(PLAN, measured_model(PLAN), console=console)
+    assert "What happens to each block" in console.export_text()
+
+
+def test_many_blocks_are_counted() -> None:
+    text = printed(model_plan(gpt(60)))
+    assert "… and 20 more" in text
+    assert "transformer.h.39" in text
+    assert "transformer.h.40" not in text
+
+
+def test_names_from_elsewhere_are_text() -> None:
+    plan = model_plan(gpt(3, HOSTILE))
+    text = printed(plan)
+    assert not set("\x07\r\t\x9b\u202e\u2066\ud800\x1b") & set(text)
+    page = plan._repr_html_()
+    assert "<script>alert" not in page
+    assert "\x1b" not in page
+
+
+# A notebook
+
+
+def test_the_notebook_has_the_table_and_memory() -> None:
+    page = PLAN._repr_html_()
+    assert page.count("<svg") == 1
+    assert "Memory over time, stacked" in page
+    cells = [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", page.split("class='blocks'")[1])]
+    table = [cells[k : k + 5] for k in range(0, len(cells), 5)]
+    assert table == [
+        [row.name, format_size(row.tape), format_time(row.seconds), row.decision, row.why]
+        for row in rows(PLAN.chain, SCHEDULE)
+    ]
+    assert f"The dashed line is the peak, {format_size(PLAN.knob.value or 0)}." in page
+    assert "optimizer state 648 MiB" in page
+    assert "Every peak, every tool and the code to paste" in page
+    assert "and 20 more" in model_plan(gpt(120))._repr_html_()
+
+
+# Pictures
+
+
+def test_the_layers_of_a_moment_are_what_it_holds() -> None:
+    story = tell(PLAN, points=0)
+    for moment in story.view.timeline.memory:
+        parts = layers_of(PLAN, moment)
+        assert parts[:3] == (PARAMETERS, OPTIMIZER, INPUTS)
+        assert sum(parts) == moment.total
+    assert sum(layers_of(PLAN, story.view.timeline.worst)) == PLAN.bill.peak_memory
+    bare = story.view.timeline.worst._replace(working=5)
+    assert layers_of(PLAN, bare)[:3] == (PARAMETERS, OPTIMIZER, INPUTS)
+
+
+def test_the_figure(tmp_path: Path) -> None:
+    made = figure(PLAN, measured_model(PLAN), tmp_path / "model.png")
+    frontier, _, memory = made.axes
+    assert frontier.get_title(loc="left") == "What each peak buys"
+    labels = [text.get_text().replace("\n", " ") for text in memory.get_legend().get_texts()]  # type: ignore[union-attr]
+    assert any(label.startswith("asked for ") for label in labels)
+    assert not any("in no budget" in label for label in labels)
+    assert memory.get_ylim()[0] == 0
+
+
+# Code to paste
+
+
+@pytest.mark.parametrize(("peak", "given"), [(2 * 2**30, 'peak="2GiB"'), (2 * 2**30 + 1, "peak=2147483649")])
+def test_the_code_has_the_peak(peak: int, given: str) -> None:
+    plan = Plan.make(PLAN.chain, Knob("peak", peak), PLAN.schedule)
+    torch, jax, file = snippets(plan)
+    assert torch.code.endswith(f"plan = lt.auto_checkpoint(model, *inputs, {given}, optimizer=optimizer)")
+    assert f"plan = lt.plan_model(loss, params, *inputs, {given}, optimizer=optimizer)" in jax.code
+    assert file.code.endswith("import lowtide.torch as lt\n\nlt.apply(plan, model)")
+    for snippet in (torch, jax, file):
+        compile(snippet.code, snippet.name, "exec")
+    without = Plan.make(PLAN.chain, Knob("peak", peak), Blocks(SCHEDULE.options))
+    assert "optimizer" not in snippets(without)[0].code
+
+
+def test_block_frontiers_reach_both_ends() -> None:
+    points = block_frontier(PLAN.chain)
+    assert points[0].options == (0,) * 16
+    assert points[-1].peak == least_peak(PLAN.chain)
