@@ -34,7 +34,7 @@ def lean_menu_on_paper(device: Device, function: Callable[..., Any], *args: Any,
         held.append(tensor.detach())
         return held[-1]
 
-    with torch.enable_grad(), saved_tensors_hooks(pack, _unpacked), tracing(trace):
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor), tracing(trace):
         function(*args, **kwargs)
     given, ties = trace.given(sight.tensors)
     return LeanGraph(trace, given, ties, sight.arguments, held).menu()
@@ -57,7 +57,3 @@ class _PaperSight(Sight):
         parameters = [parameter for row in found[2] for parameter in row.values() if parameter is not None]
         if all(isinstance(parameter, FakeTensor) for parameter in parameters):
             self.is_plain = plain
-
-
-def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
