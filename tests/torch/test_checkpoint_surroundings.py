@@ -700,3 +700,19 @@ def test_batch_norm_of_a_function_counts_once() -> None:
     after = mean.clone()
     y.square().sum().backward()
     assert same_bits(mean, after)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_tensor_given_twice_is_one_in_the_rerun_too(nested: bool) -> None:
+    """Attention asks whether its query is its key, and does something else if not."""
+    attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 3, 16, requires_grad=True)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = lt.checkpoint(attention, x, x, x)[0]
+        return found
+
+    (lt.checkpoint(run, x) if nested else run(x)).square().sum().backward()
+    expected = torch.autograd.grad(attention(x, x, x)[0].square().sum(), x)[0]
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)

@@ -25,10 +25,13 @@ _anchor = torch.empty(0, requires_grad=True)
 class KeptTensors:
     """Tensors kept for reruns: by themselves, or, inside other hooks, the way autograd saves them."""
 
-    __slots__ = ("_changed", "_flags", "_node", "_tensors", "_versions")
+    __slots__ = ("_changed", "_firsts", "_flags", "_node", "_tensors", "_versions")
 
     def __init__(self, tensors: list[torch.Tensor], through_hooks: bool) -> None:
         self._flags = [tensor.requires_grad for tensor in tensors]
+        # Where a tensor was given first: attention, for one, asks whether its query is its key.
+        places: dict[int, int] = {}
+        self._firsts = [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
         # Copies of those that the function changes in place; until it has run, of those that it may change.
         self._changed = {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
         self._node: Any = None
@@ -60,7 +63,7 @@ class KeptTensors:
             t if t.requires_grad and t.is_leaf else t.detach().requires_grad_(flag)
             for t, flag in zip(tensors, self._flags, strict=True)
         ]
-        one_for_each: dict[int, torch.Tensor] = {}  # one that was given twice is one
-        for number, (tensor, _, values) in self._changed.items():
-            twins[number] = one_for_each.setdefault(id(tensor), values.clone())
-        return twins
+        for number, (_, _, values) in self._changed.items():
+            if self._firsts[number] == number:
+                twins[number] = values.clone()
+        return [twins[first] for first in self._firsts]  # one that was given twice is one
