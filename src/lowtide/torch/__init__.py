@@ -5,8 +5,10 @@ ys = lt.checkpointed_for_loop(net, xs, budget="64MiB")
 """
 
 from lowtide.torch import measure, spiking
+from lowtide.torch.batches import Batch, largest_batch
 from lowtide.torch.checkpoint import checkpoint
 from lowtide.torch.compare import Comparison, compare_gradients
+from lowtide.torch.devices import A100, H100, RTX4090, Device
 from lowtide.torch.inputs import Steps
 from lowtide.torch.lean import Lean, lean, lean_frontier
 from lowtide.torch.lean_graph import LeanPoint
@@ -25,7 +27,12 @@ from lowtide.torch.sequential import Sequential, checkpoint_sequential, plan_seq
 from lowtide.torch.while_loop import checkpointed_while_loop
 
 __all__ = [
+    "A100",
+    "H100",
+    "RTX4090",
+    "Batch",
     "Comparison",
+    "Device",
     "Lean",
     "LeanPoint",
     "Recording",
@@ -41,6 +48,7 @@ __all__ = [
     "compare_gradients",
     "for_loop",
     "is_recomputing",
+    "largest_batch",
     "lean",
     "lean_frontier",
     "measure",

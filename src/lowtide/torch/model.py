@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.chain import Chain
 from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Knob, Plan
 from lowtide.planners.blocks import Blocks, choose_blocks, least_peak
@@ -25,7 +26,7 @@ from lowtide.torch.model_apply import apply, check_model, unapplied, unapply
 from lowtide.torch.model_blocks import FoundBlock, Survey
 from lowtide.torch.model_costs import Bench, BlockCost
 from lowtide.torch.model_step import BaseRun, Resident
-from lowtide.torch.optimizer_bytes import optimizer_cost
+from lowtide.torch.optimizer_bytes import OptimizerCost, optimizer_cost
 from lowtide.torch.paper import on_paper as fake
 from lowtide.torch.stand_in import StandIn, plainly, standing_in
 from lowtide.torch.storages import Log
@@ -76,14 +77,35 @@ def plan_model(
     _check_checkpointing(model)
     if device is not None and not on_paper:
         raise InputError(f"device={device!r} is for planning on paper; give on_paper=True too, or no device")
+    with planning(model, args, kwargs, optimizer, loss, device_of(device or "a100") if on_paper else None) as found:
+        return found.plan(asked)
+
+
+@contextmanager
+def planning(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    optimizer: Any,
+    loss: Loss | None,
+    device: Device | None,
+) -> Iterator[Planning]:
+    """Inside, a model may be measured and planned: for a device on paper, or for real; afterwards it is as it was."""
     with unapplied(model), aside([model]), _hooks_aside(model):
-        cost = (0, 0) if optimizer is None else optimizer_cost(optimizer, list(model.parameters()))
-        if not on_paper:
+        cost = OptimizerCost(0, 0)
+        if optimizer is not None:
+            cost = optimizer_cost(optimizer, list(model.parameters()), None if device is None else "cuda")
+        if device is None:
             with left_as_it_was([model]):
-                return _Planning(model, args, kwargs, loss, cost, None).plan(asked)
-        sheet = device_of(device or "a100")
-        with fake(model, args, kwargs) as (fake_args, fake_kwargs):
-            return _Planning(model, fake_args, fake_kwargs, loss, cost, sheet).plan(asked)
+                yield Planning(model, args, kwargs, loss, cost, None)
+        else:
+            with fake(model, args, kwargs) as (fake_args, fake_kwargs):
+                yield Planning(model, fake_args, fake_kwargs, loss, cost, device)
+
+
+def least_to_ask_for(chain: Chain, share: float = MARGIN) -> int:
+    """The least peak for which a plan can aim lower by such a share of it."""
+    return math.ceil(least_peak(chain) / (1 - share))
 
 
 def auto_checkpoint(
@@ -102,6 +124,7 @@ def auto_checkpoint(
 
 def loss_of(output: Any, loss: Loss | None) -> torch.Tensor:
     """The loss in what a model returned."""
+    value: Any
     if loss is not None:
         value = loss(output)
     elif isinstance(output, torch.Tensor):
@@ -149,7 +172,7 @@ def _hooks_aside(model: nn.Module) -> Iterator[None]:
             setattr(parameter, name, hooks)
 
 
-class _Planning:
+class Planning:
     """Measures a model, once, and plans."""
 
     def __init__(
@@ -158,7 +181,7 @@ class _Planning:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         loss: Loss | None,
-        optimizer: tuple[int, int],
+        optimizer: OptimizerCost,
         device: Device | None,
     ) -> None:
         self._model = model
@@ -167,25 +190,30 @@ class _Planning:
         self._loss = loss
         self._device = device
         self._resident = Resident.of(model, (args, kwargs), optimizer)
+        self._notes: list[str] = []
+
+    def measure(self, *, timed: bool = True) -> Chain:
+        """The step as a chain, with bytes and seconds, or bytes alone."""
+        survey = Survey(self._model)
+        survey.run(self._args, self._kwargs, lambda output: loss_of(output, self._loss))
+        self._notes = survey.notes
+        base = BaseRun(self._costs(survey.blocks(), timed), self._notes, self._device is not None)
+        base.run(self._step)
+        if not base.blocks:
+            self._notes.append("nothing of this model can be planned: it runs as it is")
+        return base.chain(self._resident)
 
     def plan(self, peak: int) -> Plan:
         """The fastest plan within the peak."""
-        survey = Survey(self._model)
-        survey.run(self._args, self._kwargs, lambda output: loss_of(output, self._loss))
-        notes = survey.notes
-        base = BaseRun(self._costs(survey.blocks(), notes), notes)
-        base.run(self._step)
-        if not base.blocks:
-            notes.append("nothing of this model can be planned: it runs as it is")
-        chain = base.chain(self._resident)
+        chain = self.measure()
         share = MARGIN if self._device is None else MARGIN_ON_PAPER
-        least = math.ceil(least_peak(chain) / (1 - share))
+        least = least_to_ask_for(chain, share)
         if peak < least:
             raise BudgetError(peak, least, _WAYS)
         margin = int(peak * share)
         for _ in range(_TRIES):
             options = choose_blocks(chain, peak, margin=margin, ways=_WAYS)
-            schedule = Blocks(options, self._resident.optimizer, self._resident.inputs, margin, tuple(notes))
+            schedule = Blocks(options, self._resident.optimizer, self._resident.inputs, margin, tuple(self._notes))
             plan = Plan.make(chain, Knob("peak", peak), schedule)
             if self._device is not None:
                 return plan
@@ -201,11 +229,11 @@ class _Planning:
         value.backward()
         return output, value
 
-    def _costs(self, blocks: list[FoundBlock], notes: list[str]) -> list[tuple[FoundBlock, BlockCost]]:
+    def _costs(self, blocks: list[FoundBlock], timed: bool) -> list[tuple[FoundBlock, BlockCost]]:
         """What each block costs; one of a kind is measured."""
         if not blocks:
             return []
-        bench = Bench(self._device)
+        bench = Bench(self._device, timed=timed)
         costs: dict[Hashable, BlockCost | None] = {}
         found: dict[FoundBlock, BlockCost] = {}
 
@@ -216,9 +244,10 @@ class _Planning:
                     costs[kind] = bench.cost(block, args, kwargs)
                 except RuntimeError as error:
                     costs[kind] = None
-                    notes.append(f"{block.name} cannot be run by itself, and is left as it is: {error}")
-            if costs[kind] is not None:
-                found[block] = costs[kind]
+                    self._notes.append(f"{block.name} cannot be run by itself, and is left as it is: {error}")
+            cost = costs[kind]
+            if cost is not None:
+                found[block] = cost
 
         with torch.no_grad(), standing_in([_Probe(block, probe) for block in blocks]):
             self._model(*self._args, **self._kwargs)

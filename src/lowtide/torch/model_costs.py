@@ -25,6 +25,7 @@ from lowtide.torch.layer_plans import LayerPlans
 from lowtide.torch.layers import measure_layers
 from lowtide.torch.lean import can_lean, lean_menu
 from lowtide.torch.lean_graph import LeanPoint
+from lowtide.torch.lean_paper import lean_menu_on_paper
 from lowtide.torch.measure import watching
 from lowtide.torch.model_apply import run_in
 from lowtide.torch.model_blocks import FoundBlock
@@ -89,10 +90,12 @@ class Bench:
 
     Args:
         device: on which to estimate seconds, for blocks that are run on paper; None measures them.
+        timed: whether seconds matter at all.
     """
 
-    def __init__(self, device: Device | None) -> None:
+    def __init__(self, device: Device | None, *, timed: bool) -> None:
         self._device = device
+        self._timed = timed
 
     def cost(self, block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCost:
         """What a block costs that is called with such arguments; it is left as it was."""
@@ -101,19 +104,20 @@ class Bench:
         plain = call.watched(keep)
         seconds = self._seconds(call, keep)
         forms = [FormCost(str(keep), plain.held, plain.forward, plain.backward, 0.0)]
+        again = plain
         for form, point in self._forms(block, call):
-            run = self._on_paper(plain, point) if point is not None and self._device else call.watched(form)
-            if run.held > (1 - _LEAST_GAIN) * plain.held and form != rerun:
+            on_paper = self._device is not None and point is not None
+            run = _leanly(again if form.ways[0][1].rerun else plain, point) if on_paper else call.watched(form)
+            if form == rerun:
+                again = run
+            elif run.held > (1 - _LEAST_GAIN) * plain.held:
                 continue
             if point is not None:
                 # The first call of a kind is traced, and holds its whole tape while it runs.
                 run = _Run(run.held, max(run.forward, plain.forward), run.backward, run.cotangent)
-            if point is not None and self._device:
-                extra = point.seconds
-            else:
-                extra = sum(self._seconds(call, form)) - sum(seconds)
-                extra = max(extra, 0.0 if point is None else point.seconds / 2, 1e-9)
-            forms.append(FormCost(str(form), run.held, run.forward, run.backward, extra))
+            forms.append(
+                FormCost(str(form), run.held, run.forward, run.backward, self._extra(call, form, point, seconds))
+            )
         return BlockCost(tuple(forms), *seconds, plain.cotangent)
 
     def _forms(self, block: FoundBlock, call: _Call) -> Iterator[tuple[Form, LeanPoint | None]]:
@@ -130,16 +134,22 @@ class Bench:
         yield Form((("", RERUN),)), None
         if block.children:
             yield Form((("", RERUN), *((child, RERUN) for child in block.children))), None
-        if points and not self._device:
-            yield Form((("", lean_way(next((p for p in points if p.is_free), points[-1]), rerun=True)),)), None
+        for point in points[-1:]:
+            yield Form((("", lean_way(point, rerun=True)),)), point
+
+    def _extra(self, call: _Call, form: Form, point: LeanPoint | None, plain: tuple[float, float]) -> float:
+        """Seconds that a form takes more than keeping everything."""
+        if self._device is not None and point is not None:
+            return point.seconds + plain[0] * form.ways[0][1].rerun
+        return max(sum(self._seconds(call, form)) - sum(plain), 0.0 if point is None else point.seconds / 2, 1e-9)
 
     def _points(self, call: _Call) -> list[LeanPoint]:
         with call.given() as (module, args, kwargs):
             if self._device is not None:
-                return worthwhile(lean_menu(plainly, module, args, kwargs, clock=self._device))
-            if not can_lean(plainly, module, args, kwargs):
-                return []
-            return worthwhile(lean_menu(plainly, module, args, kwargs))
+                points = lean_menu_on_paper(self._device, plainly, module, args, kwargs)
+            else:
+                points = lean_menu(plainly, module, args, kwargs) if can_lean(plainly, module, args, kwargs) else []
+        return worthwhile(points) if points else []
 
     def _nests(self, call: _Call) -> Iterator[Nest]:
         with call.given() as (module, args, _):
@@ -162,6 +172,8 @@ class Bench:
 
     def _seconds(self, call: _Call, form: Form) -> tuple[float, float]:
         """Of forward and backward."""
+        if not self._timed:
+            return 0.0, 0.0
         if self._device is not None:
             with PaperClock(self._device) as clock:
                 return call.timed(form, lambda: clock.seconds)
@@ -169,12 +181,6 @@ class Bench:
         while len(times) < _OFTEN and sum(map(sum, times)) < _LONG:
             times.append(call.timed(form, _clock))
         return min(times, key=sum)
-
-    @staticmethod
-    def _on_paper(plain: _Run, point: LeanPoint) -> _Run:
-        """A lean run as its recipe has it: nothing of that can be run without values."""
-        less = point.plain_tape - point.tape
-        return _Run(plain.held - less, plain.forward, plain.backward - less + point.working, plain.cotangent)
 
 
 class _Call:
@@ -237,6 +243,13 @@ class _Call:
             if seed is not None:
                 _pull(seed, args, kwargs, since)
             return between - began, clock() - between
+
+
+def _leanly(run: _Run, point: LeanPoint | None) -> _Run:
+    """A run made lean, as its recipe has it: where there are no values, nothing of that can be run."""
+    assert point is not None
+    less = point.plain_tape - point.tape
+    return _Run(max(0, run.held - less), run.forward, run.backward - less + point.working, run.cotangent)
 
 
 def _pull(seed: torch.Tensor, args: Any, kwargs: Any, since: int) -> None:

@@ -21,6 +21,7 @@ from lowtide.torch.model_apply import run_in
 from lowtide.torch.model_blocks import FoundBlock
 from lowtide.torch.model_costs import BlockCost, FormCost
 from lowtide.torch.model_forms import Form
+from lowtide.torch.optimizer_bytes import OptimizerCost
 from lowtide.torch.stand_in import StandIn, plainly, standing_in
 from lowtide.torch.storages import Log, tensors_of
 
@@ -61,8 +62,8 @@ class Resident:
         return self.parameters + self.optimizer + self.inputs
 
     @classmethod
-    def of(cls, model: nn.Module, arguments: Any, optimizer: tuple[int, int]) -> Resident:
-        """What is there for a model, its arguments, and an optimizer that takes so many bytes."""
+    def of(cls, model: nn.Module, arguments: Any, optimizer: OptimizerCost) -> Resident:
+        """What is there for a model, its arguments, and an optimizer."""
         parameters = list(model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         theirs = storage_bytes(parameters)
@@ -71,7 +72,8 @@ class Resident:
         return cls(
             theirs,
             storage_bytes([parameter for parameter in parameters if parameter.requires_grad]),
-            *optimizer,
+            optimizer.state,
+            optimizer.transient,
             storage_bytes(strided) - theirs,
         )
 
@@ -83,10 +85,12 @@ class BaseRun:
     Attributes:
         blocks: those that can be planned, with what they cost.
         notes: why others cannot.
+        on_paper: whether tensors have no values.
     """
 
     blocks: list[tuple[FoundBlock, BlockCost]]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
+    on_paper: bool
     _log: Log = field(default_factory=Log)
     _marks: list[Marks] = field(default_factory=list)
     _forms: list[FormCost] = field(default_factory=list)
@@ -100,7 +104,7 @@ class BaseRun:
     def _run(self, step: Step) -> bool:
         """Run the step; gives whether it has to be run again, because some blocks are not to be planned."""
         log = self._log = Log()
-        self._forms = [min(cost.forms, key=lambda form: (form.backward, form.held)) for _, cost in self.blocks]
+        self._forms = [self._smallest(cost) for _, cost in self.blocks]
         with ExitStack() as stack:
             row = []
             for (block, _), form in zip(self.blocks, self._forms, strict=True):
@@ -113,6 +117,11 @@ class BaseRun:
         del held
         self._marks = [one.marks for one in row]
         return self._leave_out_what_is_not_in_order()
+
+    def _smallest(self, cost: BlockCost) -> FormCost:
+        """The form that needs least; not a lean one on paper, where there are no values to make again."""
+        forms = [form for form in cost.forms if not (self.on_paper and "lean" in form.name)]
+        return min(forms, key=lambda form: (form.backward, form.held))
 
     def _leave_out_what_is_not_in_order(self) -> bool:
         """Blocks are pulled back in the reverse of the order in which they were called, or cannot be planned."""

@@ -1,0 +1,155 @@
+"""`largest_batch`: how many examples a training step can take within a peak.
+
+Bytes are predicted on paper for a few sizes, and where that cannot be done by running small ones; they grow in
+proportion to the size, so that a line through two of them leads to the next to try. The answer is planned for real, and
+run once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lowtide.checks import function
+from lowtide.errors import BudgetError, InputError
+from lowtide.plan import Plan
+from lowtide.sizes import format_size, parse_size
+from lowtide.torch.devices import A100
+from lowtide.torch.model import Loss, least_to_ask_for, plan_model, planning
+from lowtide.torch.model_apply import check_model
+
+_MOST = 2**24  # examples
+_TRIES = 24
+
+
+class Batch(NamedTuple):
+    """The largest batch that fits: how many examples, and the plan with which they do."""
+
+    size: int
+    plan: Plan
+
+
+def largest_batch(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    peak: int | str,
+    *,
+    optimizer: Any = None,
+    loss: Loss | None = None,
+) -> Batch:
+    """The largest batch with which a training step stays within a peak, and the plan for it, to be applied.
+
+    Sizes are tried on paper; the answer is planned for real, and one step of it is run and measured. Memory never runs
+    out on the way.
+
+    Args:
+        model: see `plan_model`.
+        make_batch: gives what the model is called with for so many examples: a dict of keyword arguments, a tuple of
+            arguments, or one argument.
+        peak: see `plan_model`.
+        optimizer: see `plan_model`.
+        loss: see `plan_model`.
+
+    Raises:
+        BudgetError: not even one example fits; it names the least peak that works for one.
+        InputError: an argument cannot be used, or memory does not grow with the batch.
+    """
+    check_model(model)
+    function(make_batch, "make_batch")
+    asked = parse_size(peak, "peak")
+    search = _Search(model, make_batch, optimizer, loss)
+    best: Batch | None = None
+    while best is None or search.largest(asked) > best.size:
+        size = search.largest(asked)
+        args, kwargs = arguments_of(make_batch(size))
+        try:
+            plan = plan_model(model, *args, peak=asked, optimizer=optimizer, loss=loss, **kwargs)
+        except BudgetError as error:
+            if size == 1:
+                raise
+            search.learn(size, error.least)
+        else:
+            search.learn(size, least_to_ask_for(plan.chain))
+            best = Batch(size, plan)
+    return best
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with for a batch."""
+    if isinstance(batch, dict):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+class _Search:
+    """Least peaks for sizes of batches: predicted ones, corrected by those that turned out."""
+
+    def __init__(self, model: nn.Module, make_batch: Callable[[int], Any], optimizer: Any, loss: Loss | None) -> None:
+        self._model = model
+        self._make_batch = make_batch
+        self._optimizer = optimizer
+        self._loss = loss
+        self._on_paper = True
+        self._predicted: dict[int, int] = {}
+        self._turned_out: dict[int, int] = {}
+        self._ratio = 1.0
+
+    def learn(self, size: int, least: int) -> None:
+        """What the least peak for this size turned out to be."""
+        self._turned_out[size] = least
+        self._ratio = least / self._predicted[size]
+
+    def largest(self, peak: int) -> int:
+        """The largest size whose least peak is at most this one."""
+        if self._least(1) > peak:
+            ways = "raise the peak, or take a smaller model: one example does not fit"
+            raise BudgetError(peak, self._least(1), ways)
+        for _ in range(_TRIES):
+            low = max(size for size in self._predicted if self._least(size) <= peak)
+            high = min((size for size in self._predicted if size > low), default=0)
+            if high == low + 1:
+                break
+            self._least(self._next(low, high, peak))
+        return low
+
+    def _next(self, low: int, high: int, peak: int) -> int:
+        """The size to look at next: where a line through two known ones meets the peak."""
+        other = high or max((size for size in self._predicted if size < low), default=0)
+        if not other:
+            return 2
+        rise = (self._least(other) - self._least(low)) / (other - low)
+        if rise <= 0:
+            raise InputError(
+                f"a step with {max(low, other):,} examples takes no more memory than one with {min(low, other):,}; "
+                "let make_batch make as many as it is asked for"
+            )
+        guess = low + int((peak - self._least(low)) / rise)
+        if guess > _MOST:
+            raise InputError(
+                f"more than {_MOST:,} examples would fit into {format_size(peak)}; give a smaller peak, or choose"
+            )
+        guess = max(guess, low + 1)
+        return min(guess, high - 1) if high else guess
+
+    def _least(self, size: int) -> int:
+        if size in self._turned_out:
+            return self._turned_out[size]
+        if size not in self._predicted:
+            self._predicted[size] = self._predict(size)
+        return int(self._predicted[size] * self._ratio)
+
+    def _predict(self, size: int) -> int:
+        args, kwargs = arguments_of(self._make_batch(size))
+        device = A100 if self._on_paper else None
+        try:
+            with planning(self._model, args, kwargs, self._optimizer, self._loss, device) as found:
+                return least_to_ask_for(found.measure(timed=False))
+        except InputError:
+            if not self._on_paper:
+                raise
+            self._on_paper = False  # it looks at values
+            return self._predict(size)
