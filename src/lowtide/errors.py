@@ -27,16 +27,18 @@ class BudgetError(InputError):
     Attributes:
         budget: the bytes that were asked for.
         least: the smallest number of bytes for which a plan exists.
+        word: what they were asked for as: "budget", or "peak" for a whole training step.
     """
 
-    def __init__(self, budget: int, least: int, remedy: str) -> None:
-        super().__init__(budget, least, remedy)
+    def __init__(self, budget: int, least: int, remedy: str, word: str = "budget") -> None:
+        super().__init__(budget, least, remedy, word)
+        self.word = word
         self.budget = budget
         self.least = least
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"no plan fits budget={self.budget:,} B: the least that works is {self.least:,} B; {self.remedy}"
+        return f"no plan fits {self.word}={self.budget:,} B: the least that works is {self.least:,} B; {self.remedy}"
 
 
 class FunctionError(InputError, TypeError):

@@ -139,7 +139,7 @@ def choose_blocks(chain: Chain, peak: int, *, margin: int = 0, ways: str | None 
     for point in points:
         if point.peak <= peak - margin:
             return point.options
-    raise BudgetError(peak, points[-1].peak + margin, ways or _REMEDY)
+    raise BudgetError(peak, points[-1].peak + margin, ways or _REMEDY, "peak")
 
 
 def for_peak(plan: Plan, peak: int) -> Plan:
@@ -152,7 +152,7 @@ def for_peak(plan: Plan, peak: int) -> Plan:
     schedule, asked = _asked(plan)
     least = to_ask(plan, least_peak(plan.chain))
     if peak < least:
-        raise BudgetError(peak, least, _REMEDY)
+        raise BudgetError(peak, least, _REMEDY, "peak")
     margin = schedule.margin * peak // asked
     options = choose_blocks(plan.chain, peak, margin=margin)
     return Plan.make(plan.chain, Knob("peak", peak), replace(schedule, options=options, margin=margin))

@@ -107,7 +107,7 @@ class _Search:
         """The largest size whose least peak is at most this one."""
         if self._least(1) > peak:
             ways = "raise the peak, or take a smaller model: one example does not fit"
-            raise BudgetError(peak, self._least(1), ways)
+            raise BudgetError(peak, self._least(1), ways, "peak")
         for _ in range(_TRIES):
             low = max(size for size in self._predicted if self._least(size) <= peak)
             high = min((size for size in self._predicted if size > low), default=0)

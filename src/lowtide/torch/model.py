@@ -209,7 +209,7 @@ class Planning:
         share = MARGIN if self._device is None else MARGIN_ON_PAPER
         least = least_to_ask_for(chain, share)
         if peak < least:
-            raise BudgetError(peak, least, _WAYS)
+            raise BudgetError(peak, least, _WAYS, "peak")
         margin = int(peak * share)
         for _ in range(_TRIES):
             options = choose_blocks(chain, peak, margin=margin, ways=_WAYS)
@@ -221,7 +221,7 @@ class Planning:
             if measured <= peak:
                 return plan
             margin += measured - peak
-        raise BudgetError(peak, measured + margin, _WAYS)
+        raise BudgetError(peak, measured + margin, _WAYS, "peak")
 
     def _step(self) -> Any:
         output = self._model(*self._args, **self._kwargs)

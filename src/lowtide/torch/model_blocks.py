@@ -70,11 +70,13 @@ class FoundBlock:
     Attributes:
         call: the one call of it.
         is_row: whether it is an `nn.Sequential` to be run in nested checkpoint calls.
+        share: of all tapes, that of its own.
         children: paths, from the block on, of submodules that may be run again by themselves.
     """
 
     call: Call
     is_row: bool
+    share: float = 0.0
     children: tuple[str, ...] = ()
 
     @property
@@ -148,7 +150,7 @@ class Survey:
     def blocks(self) -> list[FoundBlock]:
         """The blocks in the order of their calls."""
         if self._is_row(self._root) and (self._repeats(self._root) or not self._has_a_row_inside(self._root)):
-            return [FoundBlock(self._root, True)]
+            return [FoundBlock(self._root, True, 1.0)]
         classes = Counter(type(call.module) for call in self._root.below() if call.inside)
         found = list(self._below(self._root, classes))
         if not found:
@@ -159,6 +161,7 @@ class Survey:
                 )
         self._note_repeated()
         for block in found:
+            block.share = block.call.tape / self.tape
             if not block.is_row:
                 block.children = self._children(block.call)
         return found

@@ -40,8 +40,9 @@ from lowtide.torch.traceless import left_as_it_was
 _OFTEN = 5  # runs of a short block that are timed, of which the shortest counts
 _LONG = 0.5  # seconds of timing a form after which it is not timed again
 _LEAST_GAIN = 0.02  # of the whole tape; a form that holds no less is left out
-# Budgets for a row of layers, as shares of the way from the least to that of keeping everything.
-_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
+# Budgets for a row of layers, in equal parts of the way from the least to that of keeping everything; more of them
+# where the row holds half of all tapes.
+_BUDGETS, _MORE_BUDGETS = 10, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Bench:
         seconds = self._seconds(call, keep)
         forms = [FormCost(str(keep), plain.held, plain.forward, plain.backward, 0.0)]
         again = plain
-        for form, point in self._forms(block, call):
+        for form, point, extra in self._forms(block, call):
             on_paper = self._device is not None and point is not None
             run = _leanly(again if form.ways[0][1].rerun else plain, point) if on_paper else call.watched(form)
             if form == rerun:
@@ -115,27 +116,27 @@ class Bench:
             if point is not None:
                 # The first call of a kind is traced, and holds its whole tape while it runs.
                 run = _Run(run.held, max(run.forward, plain.forward), run.backward, run.cotangent)
-            forms.append(
-                FormCost(str(form), run.held, run.forward, run.backward, self._extra(call, form, point, seconds))
-            )
+            if extra is None:
+                extra = self._extra(call, form, point, seconds)
+            forms.append(FormCost(str(form), run.held, run.forward, run.backward, extra))
         return BlockCost(tuple(forms), *seconds, plain.cotangent)
 
-    def _forms(self, block: FoundBlock, call: _Call) -> Iterator[tuple[Form, LeanPoint | None]]:
-        """All forms but the plain one; with the point of the lean frontier, where all that it does is that."""
+    def _forms(self, block: FoundBlock, call: _Call) -> Iterator[tuple[Form, LeanPoint | None, float | None]]:
+        """All forms but the plain one; with the point of the lean frontier, and extra seconds, where they are known."""
         points = self._points(call)
         for point in points:
-            yield Form((("", lean_way(point)),)), point
+            yield Form((("", lean_way(point)),)), point, None
         if block.is_row:
-            for nest in self._nests(call):
-                yield Form((("", Way(nest=nest)),)), None
+            for nest, extra in self._nests(call):
+                yield Form((("", Way(nest=nest)),)), None, extra
         for count in range(1, len(block.children) + 1):
             for children in combinations(block.children, count):
-                yield Form(tuple((child, RERUN) for child in children)), None
-        yield Form((("", RERUN),)), None
+                yield Form(tuple((child, RERUN) for child in children)), None, None
+        yield Form((("", RERUN),)), None, None
         if block.children:
-            yield Form((("", RERUN), *((child, RERUN) for child in block.children))), None
+            yield Form((("", RERUN), *((child, RERUN) for child in block.children))), None, None
         for point in points[-1:]:
-            yield Form((("", lean_way(point, rerun=True)),)), point
+            yield Form((("", lean_way(point, rerun=True)),)), point, None
 
     def _extra(self, call: _Call, form: Form, point: LeanPoint | None, plain: tuple[float, float]) -> float:
         """Seconds that a form takes more than keeping everything."""
@@ -151,7 +152,8 @@ class Bench:
                 points = lean_menu(plainly, module, args, kwargs) if can_lean(plainly, module, args, kwargs) else []
         return worthwhile(points) if points else []
 
-    def _nests(self, call: _Call) -> Iterator[Nest]:
+    def _nests(self, call: _Call) -> Iterator[tuple[Nest, float]]:
+        """Nested checkpoint calls for a row of layers, from the smallest on, and the extra seconds that they take."""
         with call.given() as (module, args, _):
             row = measure_layers(list(module.children()), args[0], forms=self._device is None)
         if row.chain is None:
@@ -161,14 +163,14 @@ class Bench:
             plans.plan(1)
         except BudgetError as error:
             least = error.least
-        most = max(least, row.chain.plain_tape)
+        parts = _MORE_BUDGETS if call.block.share >= 0.5 else _BUDGETS
         seen = set()
-        for share in _SHARES:
-            _, parts = plans.plan(int(least + share * (most - least)))
-            nest = Nest.of(parts, row.bounds, row.chain)
-            if str(nest) not in seen and any(part.inside or part.option for part in parts):
-                seen.add(str(nest))
-                yield nest
+        for part in range(parts):
+            plan, nest = plans.plan(least + part * max(0, row.chain.plain_tape - least) // parts)
+            text = Nest.of(nest, row.bounds, row.chain)
+            if str(text) not in seen and any(part.inside or part.option for part in nest):
+                seen.add(str(text))
+                yield text, max(plan.bill.seconds - row.chain.plain_seconds, 1e-9)
 
     def _seconds(self, call: _Call, form: Form) -> tuple[float, float]:
         """Of forward and backward."""
