@@ -21,7 +21,7 @@ from lowtide.plan import Knob, Plan
 from lowtide.planners.blocks import Blocks, choose_blocks, least_peak
 from lowtide.sizes import parse_size
 from lowtide.torch.devices import Device, device_of
-from lowtide.torch.measure import watching
+from lowtide.torch.measure import storage_bytes, watching
 from lowtide.torch.model_apply import apply, check_model, unapplied, unapply
 from lowtide.torch.model_blocks import FoundBlock, Survey
 from lowtide.torch.model_costs import Bench, BlockCost
@@ -91,16 +91,20 @@ def planning(
     device: Device | None,
 ) -> Iterator[Planning]:
     """Inside, a model may be measured and planned: for a device on paper, or for real; afterwards it is as it was."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    held = storage_bytes([gradient for gradient in gradients if gradient is not None])
+    adding = [gradient is not None for gradient in gradients]
     with unapplied(model), aside([model]), _hooks_aside(model):
         cost = OptimizerCost(0, 0)
         if optimizer is not None:
             cost = optimizer_cost(optimizer, list(model.parameters()), None if device is None else "cuda")
         if device is None:
-            with left_as_it_was([model]):
-                yield Planning(model, args, kwargs, loss, cost, None)
+            with left_as_it_was([model]), _added(model, adding):
+                yield Planning(model, args, kwargs, loss, Resident.of(model, (args, kwargs), cost, held), None)
         else:
-            with fake(model, args, kwargs) as (fake_args, fake_kwargs):
-                yield Planning(model, fake_args, fake_kwargs, loss, cost, device)
+            with fake(model, args, kwargs) as (fake_args, fake_kwargs), _added(model, adding):
+                there = Resident.of(model, (fake_args, fake_kwargs), cost, held)
+                yield Planning(model, fake_args, fake_kwargs, loss, there, device)
 
 
 def least_to_ask_for(chain: Chain, share: float = MARGIN) -> int:
@@ -172,6 +176,22 @@ def _hooks_aside(model: nn.Module) -> Iterator[None]:
             setattr(parameter, name, hooks)
 
 
+@contextmanager
+def _added(model: nn.Module, adding: list[bool]) -> Iterator[None]:
+    """Inside, a new gradient is let go where it would be added to one that is there."""
+
+    def let_go(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    parameters = zip(model.parameters(), adding, strict=True)
+    handles = [parameter.register_post_accumulate_grad_hook(let_go) for parameter, yes in parameters if yes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class Planning:
     """Measures a model, once, and plans."""
 
@@ -181,7 +201,7 @@ class Planning:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         loss: Loss | None,
-        optimizer: OptimizerCost,
+        resident: Resident,
         device: Device | None,
     ) -> None:
         self._model = model
@@ -189,7 +209,7 @@ class Planning:
         self._kwargs = kwargs
         self._loss = loss
         self._device = device
-        self._resident = Resident.of(model, (args, kwargs), optimizer)
+        self._resident = resident
         self._notes: list[str] = []
 
     def measure(self, *, timed: bool = True) -> Chain:

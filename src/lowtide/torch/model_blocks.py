@@ -26,8 +26,10 @@ from lowtide.torch.storages import Log, tensors_of
 
 # Of all tapes. A block that holds less is not worth a decision.
 _WORTHWHILE = 0.002
-# Of a block's tape: where a row inside it holds so much, the row's entries are the blocks.
+# Of a block's tape: where a row inside it holds so much, the row's entries are the blocks; unless the block itself
+# holds so little of all tapes.
 _MOST = 0.6
+_LITTLE = 0.1
 _SHARE = 0.15  # of a block's tape, from which on a submodule of it may be run again by itself
 _MOST_CHILDREN = 3
 
@@ -206,6 +208,8 @@ class Survey:
 
     def _has_a_row_inside(self, call: Call) -> bool:
         """Whether most of the call's tape is that of submodules of one class, each given what the one before gave."""
+        if call.tape < _LITTLE * self.tape:
+            return False
         rows: dict[tuple[str, type], list[Call]] = {}
         for inner in call.below():
             parent = inner.path.rpartition(".")[0]

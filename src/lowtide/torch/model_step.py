@@ -62,19 +62,18 @@ class Resident:
         return self.parameters + self.optimizer + self.inputs
 
     @classmethod
-    def of(cls, model: nn.Module, arguments: Any, optimizer: OptimizerCost) -> Resident:
-        """What is there for a model, its arguments, and an optimizer."""
+    def of(cls, model: nn.Module, arguments: Any, optimizer: OptimizerCost, gradients: int) -> Resident:
+        """What is there for a model, its arguments, an optimizer, and so many bytes of gradients already."""
         parameters = list(model.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         theirs = storage_bytes(parameters)
-        everything = [*parameters, *model.buffers(), *gradients, *tensors_of(arguments)]
+        everything = [*parameters, *model.buffers(), *tensors_of(arguments)]
         strided = [tensor for tensor in everything if tensor.layout is torch.strided]
         return cls(
             theirs,
             storage_bytes([parameter for parameter in parameters if parameter.requires_grad]),
             optimizer.state,
             optimizer.transient,
-            storage_bytes(strided) - theirs,
+            storage_bytes(strided) - theirs + gradients,
         )
 
 
