@@ -15,9 +15,10 @@ from torch import nn
 from lowtide.checks import function
 from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Plan
+from lowtide.planners.blocks import least_peak
 from lowtide.sizes import format_size, parse_size
 from lowtide.torch.devices import A100
-from lowtide.torch.model import Loss, least_to_ask_for, plan_model, planning
+from lowtide.torch.model import Loss, plan_model, planning
 from lowtide.torch.model_apply import check_model
 
 _MOST = 2**24  # examples
@@ -71,7 +72,7 @@ def largest_batch(
                 raise
             search.learn(size, error.least)
         else:
-            search.learn(size, least_to_ask_for(plan.chain))
+            search.learn(size, least_peak(plan.chain))
             best = Batch(size, plan)
     return best
 
@@ -147,7 +148,7 @@ class _Search:
         device = A100 if self._on_paper else None
         try:
             with planning(self._model, args, kwargs, self._optimizer, self._loss, device) as found:
-                return least_to_ask_for(found.measure(timed=False))
+                return least_peak(found.measure(timed=False))
         except InputError:
             if not self._on_paper:
                 raise

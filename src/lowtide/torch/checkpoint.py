@@ -165,6 +165,7 @@ class _Call:
         "_counter",
         "_draws",
         "_early_stop",
+        "_ended",
         "_form",
         "_function",
         "_held",
@@ -192,6 +193,7 @@ class _Call:
     ) -> None:
         self._function = function
         self._early_stop = early_stop
+        self._ended = False  # whether the latest rerun was
         self._keys = tuple(kwargs)
         self._ambient = ambient
         self._context = context
@@ -366,9 +368,10 @@ class _Call:
     ) -> Callable[[torch.Tensor], int]:
         """The rerun's pack hook.
 
-        When it has the last tensor that is needed, the operation that saves it may still be filling it. So it does not
-        end the rerun by itself, but asks Python to tell when one of the functions that are running now does something
-        next, calls or returns, and ends it there. What runs by itself meanwhile, such as a finalizer, is left alone.
+        When it has the last tensor that is needed, it ends the rerun: before the operation that saves it has run, if it
+        is given that. But one without a gradient, like the noise of rrelu, may be scratch space that it is yet
+        to fill. Then it asks Python to tell when one of the functions that are running now does something next, calls
+        or returns, and ends it there. What runs by itself meanwhile, such as a finalizer, is left alone.
         """
         likes, values = self._likes, self._values
         append, note = saved.append, versions.append
@@ -388,6 +391,9 @@ class _Call:
             append(tensor)
             note(tensor._version)
             if number + 1 == wanted and not whole:
+                if tensor.requires_grad and (number == 0 or saved[-2].requires_grad):
+                    self._ended = True
+                    raise _Stop
                 running = _frames_above(sys._getframe())
                 sys.setprofile(stop)
             return number
@@ -432,10 +438,14 @@ class _Call:
         with recording.recomputing():
             _set_grad(True)
             _push_hooks(pack, saved.__getitem__)
+            self._ended = False
             try:
                 self._function(*args, **kwargs)
             except _Stop:
                 pass
+            except RuntimeError:
+                if not self._ended:  # TorchScript makes an error of its own of every other
+                    raise
             finally:
                 if sys.getprofile() is not profile:
                     sys.setprofile(profile)

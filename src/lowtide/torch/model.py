@@ -107,7 +107,7 @@ def planning(
                 yield Planning(model, fake_args, fake_kwargs, loss, there, device)
 
 
-def least_to_ask_for(chain: Chain, share: float = MARGIN) -> int:
+def least_to_ask_for(chain: Chain, share: float) -> int:
     """The least peak for which a plan can aim lower by such a share of it."""
     return math.ceil(least_peak(chain) / (1 - share))
 
@@ -226,16 +226,17 @@ class Planning:
     def plan(self, peak: int) -> Plan:
         """The fastest plan within the peak."""
         chain = self.measure()
-        share = MARGIN if self._device is None else MARGIN_ON_PAPER
-        least = least_to_ask_for(chain, share)
+        on_paper = self._device is not None
+        least = least_to_ask_for(chain, MARGIN_ON_PAPER if on_paper else 0.0)
         if peak < least:
             raise BudgetError(peak, least, _WAYS, "peak")
-        margin = int(peak * share)
+        # A plan that will be run once needs no more room than there is.
+        margin = int(peak * MARGIN_ON_PAPER) if on_paper else min(int(peak * MARGIN), peak - least)
         for _ in range(_TRIES):
             options = choose_blocks(chain, peak, margin=margin, ways=_WAYS)
             schedule = Blocks(options, self._resident.optimizer, self._resident.inputs, margin, tuple(self._notes))
             plan = Plan.make(chain, Knob("peak", peak), schedule)
-            if self._device is not None:
+            if on_paper:
                 return plan
             measured = self._measured(plan)
             if measured <= peak:
