@@ -18,7 +18,7 @@ from lowtide.jax.model_program import Program
 from lowtide.jax.model_search import Fit, Search
 from lowtide.jax.plainly import runs_plainly
 from lowtide.plan import Knob, Plan
-from lowtide.planners.blocks import Blocks
+from lowtide.planners.blocks import Blocks, block_frontier
 from lowtide.sizes import parse_budget
 
 
@@ -37,8 +37,8 @@ def plan_model(
 
     For each block of the model it says whether its tape is kept, or the block is run again in the backward, all of it
     or but for some values: those with a `checkpoint_name`, or products of arrays. The choice has the fewest
-    operations found whose program, as XLA compiles it here, keeps the peak. Two to five programs are compiled for it,
-    seldom more than ten. Nothing is run or allocated, so types are enough.
+    operations found whose program, as XLA compiles it here, keeps the peak. Mostly two to five programs are compiled for
+    it, twice as many with an optimizer, and more before an error. Nothing is run or allocated, so types are enough.
 
     A block is all that is computed with the parameters of one entry of a list in `params`: of `params["blocks"]`, of an
     equinox model's `layers`. Nothing has to be marked in the loss. Which blocks were found, and what could not be
@@ -73,7 +73,7 @@ def plan_model(
     fixed = program.fixed()
     unread = [name for name in found if name not in names]
     notes = tuple(_notes(fit, model, unread, optimizer is not None and donate))
-    schedule = Blocks(fit.options, optimizer=fixed.optimizer, inputs=fixed.inputs, notes=notes)
+    schedule = Blocks(fit.options, optimizer=fixed.optimizer, inputs=fixed.inputs, notes=notes, unit="FLOP")
     return Plan.make(fit.chain, Knob("peak", fit.peak), schedule)
 
 
@@ -96,7 +96,7 @@ def apply(plan: Plan, loss: Callable[..., Any]) -> Callable[..., Any]:
         raise InputError(f"plan={plan!r} is not a plan for a model; give what plan_model returned")
     wanted = [(step.name, step.form) for step in plan.decisions() if step.name != OPTIMIZER]
     names = list(dict.fromkeys(base_name(name) for name, _ in wanted))
-    if all(form == "keep" for _, form in wanted):
+    if not any(plan.schedule.options):
         return loss
 
     @functools.wraps(loss)
@@ -124,13 +124,13 @@ def _chosen(model: Model, wanted: list[tuple[str, str]]) -> list[Form]:
 def _notes(fit: Fit, model: Model, unread: list[str], donated: bool) -> list[str]:
     """What was planned and what was not, in sentences."""
     count = sum(part.is_block for part in model.parts)
-    said = [
+    taken = (
         f"XLA allocates {fit.taken:,} B for this step on {jax.default_backend()}, and {fit.plain:,} B if all is kept: "
-        "arguments, results and temporaries, as memory_analysis() counts them. Nothing was run.",
-        "Times are floating point operations, counted and not measured.",
-    ]
+        "arguments, results and temporaries, as memory_analysis() counts them. Nothing was run."
+    )
+    said = [taken, "Times are floating point operations, counted and not measured."]
     if any(fit.options):
-        said[1:1] = [f"Before it was compiled, {fit.expected:,} B were expected of this choice."]
+        said.append(f"Before this choice was compiled, {fit.expected:,} B were expected of it.")
     if donated:
         said.append("Parameters and optimizer state are taken to be donated: jax.jit(..., donate_argnums=...).")
     if unread:
@@ -143,7 +143,7 @@ def _notes(fit: Fit, model: Model, unread: list[str], donated: bool) -> list[str
             "There is nothing to split: the parameters hold no list of blocks that are alike. The step is as it was. "
             "Keep each block's parameters in an entry of a list, or name blocks with blocks=."
         )
-    elif len(Plan.make(fit.chain, Knob("none"), Blocks(fit.options)).frontier) == 1:
+    elif len(block_frontier(fit.chain)) == 1:
         said.append(
             "To run a block again saves nothing here: what each starts from is as large as its tape. For a row of such "
             "blocks there is sequential, which runs several of them again together."

@@ -85,7 +85,7 @@ def _children(tree: Any) -> dict[Any, Any]:
 
 
 def _alike(tree: Any, children: Mapping[Any, Any]) -> set[Any]:
-    """The keys of entries that stand in a row of which two at least are of one kind.
+    """The keys of entries that stand in a row of which two at least are of one kind, or that are a list of one.
 
     Arrays by themselves make a row in lists only: in a tuple, or under names, they are the parameters of one layer.
     """
@@ -97,7 +97,8 @@ def _alike(tree: Any, children: Mapping[Any, Any]) -> set[Any]:
     alike: set[Any] = set()
     for keys in rows.values():
         kinds = {key: _kind(children[key]) for key in keys}
-        several = {key for key, kind in kinds.items() if list(kinds.values()).count(kind) > 1}
+        few = 1 if isinstance(tree, list) and len(kinds) == 1 and _children(children[keys[0]]) else 2
+        several = {key for key, kind in kinds.items() if list(kinds.values()).count(kind) >= few}
         # A stack of blocks between two layers of a kind is no block itself.
         others = {key for key in keys if several and not _rows((), children[key])}
         alike |= several | others

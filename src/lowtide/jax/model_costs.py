@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.extend import core
+
 from lowtide.chain import Chain, StepCost, TapeOption, Working
 from lowtide.jax.jaxprs import is_float, nbytes, needed_for
 from lowtide.jax.layer_costs import Cost, cost
@@ -20,10 +22,11 @@ from lowtide.planners.blocks import Blocks
 
 OPTIMIZER = "(optimizer step)"
 # Derivatives of these need no values.
-_LINEAR = frozenset(
-    "add add_any broadcast_in_dim concatenate convert_element_type copy expand_dims name neg pad reduce_sum reshape rev "
-    "slice squeeze stop_gradient sub transpose".split()
-)
+_SUMS = frozenset(("add", "add_any", "sub", "neg", "reduce_sum", "convert_element_type", "stop_gradient", "name"))
+_MOVES = frozenset(("broadcast_in_dim", "concatenate", "pad", "reshape", "rev", "slice", "squeeze", "transpose"))
+# How far an estimate of a tape can be off, and how often that range is halved.
+_SCALES = (0.0, 4.0)
+_HALVINGS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,11 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A form of a part: bytes that it holds, bytes beside them at its worst moment, operations that are run again."""
+    """A form of a part: bytes that it holds, bytes with those at its worst moment, operations that are run again."""
 
     name: str
     held: int
-    beside: int
+    whole: int
     again: float
 
 
@@ -102,14 +105,19 @@ def _priced(part: Part, form: Form, found: Cost, shared: int) -> Priced:
         held, again = found.held + start * found.reads_input, 0.0
     else:
         held, again = start + nbytes(var.aval for var in form.kept), _again(part, form)
-    return Priced(form.name, held, max(whole - held, 0), again)
+    return Priced(form.name, held, max(whole, held), again)
 
 
 def _again(part: Part, form: Form) -> float:
     """Operations that a rerun makes: what derivatives read, as far as it does not follow from what is kept."""
     jaxpr, kept = part.layer.jaxpr, {*(form.kept or ())}
     made = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if not kept.issuperset(eqn.outvars)])
-    read = {var for eqn in jaxpr.eqns if eqn.primitive.name not in _LINEAR for var in variables(eqn.invars)}
+    read: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in _SUMS | _MOVES:
+            read.update(variables(eqn.invars))
+        if any(core.jaxprs_in_params(eqn.params)):  # derivatives of loops and the like read what is inside of them
+            read.update(eqn.outvars)
     eqns = needed_for(made, read - kept)
     inside = {var for eqn in eqns for var in eqn.outvars}
     given = list({var: None for eqn in eqns for var in variables(eqn.invars) if var not in inside})
@@ -124,7 +132,7 @@ def chain_of(rows: Sequence[PartCosts], fixed: Fixed, scale: float = 1.0, more: 
     Args:
         rows: the parts.
         fixed: what is there whatever is planned.
-        scale: what is estimated is multiplied by this.
+        scale: what is estimated, a whole tape and what is needed beside it, is multiplied by this.
         more: bytes to add to each level.
     """
     steps, names = [], []
@@ -134,9 +142,10 @@ def chain_of(rows: Sequence[PartCosts], fixed: Fixed, scale: float = 1.0, more: 
         steps.append(StepCost(1, 1, 0.0, 0.0, working=Working(backward=max(end - 1, 0))))
     for row in rows:
         always = fixed.arguments + row.gradients + more
-        menu = [(max(int(scale * form.held), 1), max(always + int(scale * form.beside), 0)) for form in row.menu]
-        if not steps:
-            menu = [(held, max(beside, end - held)) for held, beside in menu]
+        menu = []
+        for form in row.menu:
+            held = max(int(scale * form.held) if form is row.menu[0] else form.held, 1)
+            menu.append((held, max(always + max(int(scale * form.whole) - held, 0), 0 if steps else end - held, 0)))
         options = [
             TapeOption(held, form.again, form.name, beside)
             for form, (held, beside) in zip(row.menu[1:], menu[1:], strict=True)
@@ -147,20 +156,30 @@ def chain_of(rows: Sequence[PartCosts], fixed: Fixed, scale: float = 1.0, more: 
     return replace(Chain.of(steps, names), parameters=fixed.parameters, gradients=fixed.gradients)
 
 
-def calibrated(rows: Sequence[PartCosts], fixed: Fixed, options: tuple[int, ...], taken: int) -> Chain:
-    """The chain on which these options take as many bytes as were found.
+def calibrated(rows: Sequence[PartCosts], fixed: Fixed, *points: tuple[tuple[int, ...], int]) -> Chain:
+    """The chain on which options take as many bytes as were found.
 
-    What an estimate misses is mostly the same whatever is chosen, so it is added to every level. Where it is too
-    large, its bytes are scaled down instead: a level cannot fall below what is known.
+    Args:
+        rows: the parts.
+        fixed: what is there whatever is planned.
+        points: options with the bytes of their program: those that keep everything, and perhaps others, which are then
+            met exactly. Of one alone, what the estimate lacks is added to every level, because most of it is there
+            whatever is chosen. With two, tapes are scaled until both lack the same. Where an estimate is too large,
+            tapes are scaled until it is not.
     """
-    peak = Blocks(options).bill(chain_of(rows, fixed)).peak_memory
+
+    def lacking(scale: float) -> list[int]:
+        chain = chain_of(rows, fixed, scale)
+        return [taken - Blocks(options).bill(chain).peak_memory for options, taken in points]
+
+    def too_small(scale: float) -> bool:
+        found = lacking(scale)
+        return found[-1] > 0 and (len(points) == 1 or found[0] > found[-1])
+
     scale = 1.0
-    if peak > taken:
-        held, rest = 0, options[len(options) - len(rows) :]
-        for row, option in zip(rows, rest, strict=True):
-            form = row.menu[option]
-            held += form.held
-            scale = min(scale, (taken - fixed.arguments - row.gradients) / max(held + form.beside, 1))
-        scale = max(scale, 0.0)
-        peak = Blocks(options).bill(chain_of(rows, fixed, scale)).peak_memory
-    return chain_of(rows, fixed, scale, taken - peak)
+    if len(points) > 1 or lacking(scale)[0] < 0:
+        scale, high = _SCALES
+        for _ in range(_HALVINGS):
+            middle = (scale + high) / 2
+            scale, high = (middle, high) if too_small(middle) else (scale, middle)
+    return chain_of(rows, fixed, scale, lacking(scale)[-1])

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from lowtide.jax.buffers import instantiated
 from lowtide.jax.jaxprs import is_float
 from lowtide.jax.layers import Layer
+from lowtide.jax.linear import LinearMap, apply
 from lowtide.jax.model_parts import Model, Part, variables
-from lowtide.jax.rerun import Run, gate, run_again
+from lowtide.jax.rerun import Run, after, gate, run_again
 from lowtide.jax.step import Leaves, call
 from lowtide.jax.taping import replaced
 
@@ -82,18 +84,46 @@ def _products(layer: Layer, *, alone: bool) -> frozenset[Any]:
 def model_runner(model: Model, chosen: Sequence[Form]) -> Callable[[Sequence[Any]], Leaves]:
     """The model as a function of its leaves, each part in its form; where nothing is run again, as it was."""
     runs = [_run_in(part, form, model.others) for part, form in zip(model.parts, chosen, strict=True)]
-    gated = any(form.kept is not None for form in chosen)
+    again = any(form.kept is not None for form in chosen)
 
     def run(leaves: Sequence[Any]) -> Leaves:
         known = dict(zip((*model.weights, *model.others), leaves, strict=True))
         for part, run_part in zip(model.parts, runs, strict=True):
             weights, given = [known[var] for var in part.weights], [known[var] for var in part.given]
-            if gated:
+            if again:
                 weights, given = gate(weights, given)
             known.update(zip(part.made, run_part(weights, given), strict=True))
-        return [known[var] if isinstance(var, core.Var) else var.val for var in model.results]
+        results = [known[var] if isinstance(var, core.Var) else jnp.asarray(var.val) for var in model.results]
+        return _first(*results) if again else results
 
     return run
+
+
+@jax.custom_jvp
+def _first(*results: Any) -> Leaves:
+    """The same; on the way back no cotangent passes before the results are there.
+
+    A program may ask for the loss last, and XLA would leave it to the end, and with it what it is computed from.
+    """
+    return list(results)
+
+
+@_first.defjvp
+def _first_jvp(primals: Any, tangents: Any) -> tuple[Leaves, Leaves]:
+    floats = [k for k, leaf in enumerate(primals) if is_float(jax.typeof(leaf))]
+    values = [primals[k] for k in floats]
+    moved = apply(LinearMap(_passed, _after), values, [tangents[k] for k in floats], values)
+    return list(primals), replaced(tangents, floats, moved)
+
+
+def _passed(values: Leaves, tangents: Leaves) -> Leaves:
+    del values
+    return tangents
+
+
+def _after(values: Leaves, cotangents: Leaves) -> Leaves:
+    pairs = zip(cotangents, values, strict=True)
+    return after([instantiated(cotangent, jax.typeof(value)) for cotangent, value in pairs], values)
 
 
 def _run_in(part: Part, form: Form, others: Sequence[Any]) -> Run:
@@ -146,7 +176,7 @@ def _with_values(layer: Layer, known: Sequence[Any]) -> Run:
     ]
 
     def run(consts: Leaves, leaves: Leaves) -> Leaves:
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *leaves), strict=False))
+        values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *leaves), strict=False))
         given = dict(zip(known, leaves[len(jaxpr.invars) :], strict=True))
         for step in steps:
             made = call(step, [], *(values[var] for var in step.invars))

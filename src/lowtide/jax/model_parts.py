@@ -83,6 +83,7 @@ def trace_model(loss: Any, params: Any, args: Any, kwargs: Any, names: Sequence[
         names: of its blocks.
     """
     function(loss, "loss")
+    tree: Any
     paths, tree = jax.tree_util.tree_flatten_with_path((params, args, kwargs))
     places = [k for k, (_, leaf) in enumerate(paths) if is_array(leaf)]
     weights = [path[1:] for path, leaf in paths if is_array(leaf) and path[0].idx == 0]
@@ -132,7 +133,8 @@ def opened(jaxpr: core.Jaxpr) -> core.Jaxpr:
                 eqns.append(eqn.replace(invars=given, outvars=fresh))
         return [known.get(var, var) if isinstance(var, core.Var) else var for var in inner.outvars]
 
-    return jaxpr.replace(outvars=add(jaxpr, {}), eqns=eqns)
+    flat: core.Jaxpr = jaxpr.replace(outvars=add(jaxpr, {}), eqns=eqns)
+    return flat
 
 
 def _opens(eqn: Any) -> bool:

@@ -55,17 +55,26 @@ class Program:
             optimizer=state,
             inputs=nbytes(rest),
             gradients=gradients,
-            results=results + (gradients if self._optimizer is None else anew),
-            optimizer_step=self._optimizer is not None,
+            results=results + (anew if self._updates else gradients),
+            optimizer_step=self._updates,
         )
 
     def bytes(self, chosen: Sequence[Form]) -> int:
-        """What XLA allocates for arguments, results and all between, in bytes; compiled once for a program."""
+        """What XLA allocates for arguments, results and all between.
+
+        It computes results in the order in which a program gives them, and an optimizer's state may come before the
+        parameters or behind them. Nobody knows which, so it is the larger of both.
+        """
         run = model_runner(self._model, chosen)
-        donated = (0, 1) if self._optimizer is not None and self._donate else ()
+        return max(self._allocated(run, state_first) for state_first in (False, True)[: 1 + self._updates])
+
+    def _allocated(self, run: Any, state_first: bool) -> int:
+        """Compiled once for a program. What is kept is a number, and no part of a model."""
+        donated = (0, 1) if self._updates and self._donate else ()
         rest = [self._types[k] for k in self._rest]
-        lowered: Any = jax.jit(self._step(run), donate_argnums=donated).lower(self._params, self._state, rest)
-        key = hashlib.sha256(f"{jax.default_backend()}\n{donated}\n{lowered.as_text()}".encode()).hexdigest()
+        step = jax.jit(self._step(run, state_first), donate_argnums=donated)
+        lowered: Any = step.lower(self._params, self._state, rest)
+        key = hashlib.sha256(f"{jax.default_backend()} {donated}\n{lowered.as_text()}".encode()).hexdigest()
         found = _remembered.get(key)
         if found is None:
             found = _allocated(lowered)
@@ -75,7 +84,11 @@ class Program:
                     del _remembered[next(iter(_remembered))]
         return found
 
-    def _step(self, run: Any) -> Any:
+    @property
+    def _updates(self) -> bool:
+        return self._optimizer is not None
+
+    def _step(self, run: Any, state_first: bool) -> Any:
         def loss(params: Any, rest: Leaves) -> tuple[Any, Leaves]:
             leaves = replaced([None] * len(self._types), self._moving, jax.tree.leaves(params))
             results = run(replaced(leaves, self._rest, rest))
@@ -83,11 +96,11 @@ class Program:
 
         def step(params: Any, state: Any, rest: Leaves) -> Any:
             found, gradients = jax.value_and_grad(loss, has_aux=True)(params, rest)
-            if self._optimizer is None:
+            if not self._updates:
                 return found, gradients
             updates, state = self._optimizer.update(gradients, state, params)
             params = jax.tree.map(lambda leaf, update: (leaf + update).astype(leaf.dtype), params, updates)
-            return found, params, state
+            return (state, params, found) if state_first else (params, state, found)
 
         return step
 

@@ -10,7 +10,7 @@ from lowtide.jax.model_costs import calibrated, price
 from lowtide.jax.model_forms import forms
 from lowtide.jax.model_parts import Model
 from lowtide.jax.model_program import Program
-from lowtide.planners.blocks import Blocks, FrontierPoint, block_frontier
+from lowtide.planners.blocks import Blocks, choose_blocks, least_peak
 from lowtide.sizes import parse_budget
 
 # So many choices are compiled to come near the peak.
@@ -31,7 +31,7 @@ class Fit:
         peak: the bytes that were asked for.
         taken: bytes of the compiled program.
         plain: of the one that keeps everything.
-        expected: what the options were thought to take when only that one had been compiled.
+        expected: what the options were thought to take before they were compiled.
     """
 
     options: Options
@@ -49,21 +49,30 @@ class Search:
         self._program, self._fixed = program, program.fixed()
         self._rows, self._menus = price(model), [forms(part) for part in model.parts]
         self._before = (0,) * self._fixed.optimizer_step
-        self._seen: dict[Options, int] = {}
-        self.plain = self._bytes(self._kept)
+        self._kept = self._before + (0,) * len(self._rows)
+        self.plain = self._compiled(self._kept)
+        self._taken = {self._kept: self.plain}
+        self._expected = dict(self._taken)
+        self._first = self._latest = calibrated(self._rows, self._fixed, (self._kept, self.plain))
 
-    @property
-    def _kept(self) -> Options:
-        return self._before + (0,) * len(self._rows)
+    def _compiled(self, options: Options) -> int:
+        chosen = zip(self._menus, options[len(self._before) :], strict=True)
+        return self._program.bytes([menu[k] for menu, k in chosen])
 
     def _bytes(self, options: Options) -> int:
-        if options not in self._seen:
-            chosen = options[len(self._before) :]
-            self._seen[options] = self._program.bytes([menu[k] for menu, k in zip(self._menus, chosen, strict=True)])
-        return self._seen[options]
+        """What a choice takes; from then on estimates agree with that, and with what keeping everything takes."""
+        if options not in self._taken:
+            self._expected[options] = Blocks(options).bill(self._latest).peak_memory
+            self._taken[options] = self._compiled(options)
+            self._latest = self._agreeing(options)
+        return self._taken[options]
 
-    def _calibrated(self, options: Options) -> Chain:
-        return calibrated(self._rows, self._fixed, options, self._bytes(options))
+    def _agreeing(self, options: Options) -> Chain:
+        points = {choice: self._taken[choice] for choice in (self._kept, options)}
+        return calibrated(self._rows, self._fixed, *points.items())
+
+    def _seconds(self, options: Options) -> float:
+        return Blocks(options).bill(self._first).seconds
 
     def within(self, peak: int | str) -> Fit:
         """The fastest choice found that keeps a peak.
@@ -73,35 +82,30 @@ class Search:
         """
         limit = parse_budget(peak, self.plain, "peak")
         options = self._kept if self.plain <= limit else self._near(limit) or self._small(limit)
-        expected = Blocks(options).bill(self._calibrated(self._kept)).peak_memory
-        chain = self._calibrated(options)
-        return Fit(options, chain, limit, self._bytes(options), self.plain, expected)
+        taken, expected = self._taken[options], self._expected[options]
+        return Fit(options, self._agreeing(options), limit, taken, self.plain, expected)
 
     def _near(self, limit: int) -> Options | None:
         """The fastest choice seen that keeps the limit, on the way to one that nearly fills it."""
-        best: FrontierPoint | None = None
-        seen: set[Options] = set()
-        chain = self._calibrated(self._kept)
+        chain, seen = self._first, set[Options]()
         for _ in range(_ROUNDS):
-            points = block_frontier(chain)
-            point = next((point for point in points if point.peak <= limit), points[-1])
-            if point.options in seen:
+            options = choose_blocks(chain, max(limit, least_peak(chain)))
+            if options in seen:
                 break
-            seen.add(point.options)
-            if self._bytes(point.options) <= limit and (best is None or point.extra < best.extra):
-                best = point
-            chain = self._calibrated(point.options)
-        return None if best is None else best.options
+            seen.add(options)
+            self._bytes(options)
+            chain = self._agreeing(options)
+        return min((options for options in seen if self._bytes(options) <= limit), key=self._seconds, default=None)
 
     def _small(self, limit: int) -> Options:
         """The same choices whatever the limit, so that the least of them works when it is asked for."""
-        points = block_frontier(self._calibrated(self._kept))
-        least = points[-1].peak
-        small = [next(point for point in points if point.peak <= share * least) for share in _LEAST]
-        again = tuple(min(1, len(menu) - 1) for menu in self._menus)
-        found = {options: self._bytes(options) for options in (*(p.options for p in small), self._before + again)}
-        fits = [options for options, taken in found.items() if taken <= limit]
-        if not fits:
+        found: list[Options] = [choose_blocks(self._first, int(share * least_peak(self._first))) for share in _LEAST]
+        found += [self._kept, self._before + tuple(min(1, len(menu) - 1) for menu in self._menus)]
+        least = min(map(self._bytes, found))
+        while (smaller := self._near(least - 1)) is not None:
+            found.append(smaller)
+            least = self._bytes(smaller)
+        if least > limit:
             ways = "raise the peak, or make the step smaller (a smaller batch, more and smaller blocks)"
-            raise BudgetError(limit, min(self.plain, *found.values()), ways)
-        return fits[-1]
+            raise BudgetError(limit, least, ways)
+        return min((options for options in found if self._bytes(options) <= limit), key=self._seconds)

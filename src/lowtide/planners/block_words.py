@@ -201,7 +201,8 @@ def lines(plan: Plan, schedule: Blocks) -> Iterator[tuple[str, str]]:
     yield "peak", f"{format_size(peak)} predicted{share}"
     yield "worst", str(worst_moment(chain, schedule))
     extra = plan.bill.seconds - chain.plain_seconds
-    yield "time", f"{format_time(extra, schedule.unit)} extra: {plan.time_factor:.3f}x the plain step, predicted"
+    factor = f"{plan.time_factor:.3f}x the plain blocks' time"
+    yield "time", f"{format_time(extra, schedule.unit)} extra: {factor}, predicted"
     chosen = [decision(chain, k, schedule.options[k]) for k in blocks_in(chain)]
     yield "blocks", kinds(chosen) or "none"
     yield "frontier", _told(block_frontier(chain), schedule.unit)

@@ -7,6 +7,7 @@ hold.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -28,10 +29,15 @@ _NEXT_TO_NOTHING = 0.01  # of the largest value that is saved
 
 
 class LeanSize(NamedTuple):
-    """Most bytes of a lean tape, and of what is made again at once."""
+    """Most bytes of a lean tape, and of what is made again at once.
+
+    Where no such tape can be had, because arguments are larger than planned for, that is an error if it is `strict`;
+    otherwise what is free is dropped, with a warning.
+    """
 
     tape: int
     working: int
+    strict: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +298,13 @@ class LeanGraph:
         for cut in self._settled_cuts:
             if cut.bytes <= size.tape and self._working(cut) <= size.working:
                 return cut
+        if not size.strict:
+            warnings.warn(
+                f"a lean tape of {size.tape:,} B was planned, and this call allows none: more is kept, and the peak "
+                "may be above the one that was asked for. Plan with the largest arguments that will come",
+                stacklevel=2,
+            )
+            return self._light
         raise InputError(
             f"no lean tape was found here of {size.tape:,} B that makes {size.working:,} B again at once, as the plan "
             "says; plan again with plan_sequential"

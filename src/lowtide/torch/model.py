@@ -8,8 +8,10 @@ the core chooses forms. Then the step is run once as planned, and where it takes
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,15 +31,15 @@ from lowtide.torch.model_step import BaseRun, Resident
 from lowtide.torch.optimizer_bytes import OptimizerCost, optimizer_cost
 from lowtide.torch.paper import on_paper as fake
 from lowtide.torch.stand_in import StandIn, plainly, standing_in
-from lowtide.torch.storages import Log
-from lowtide.torch.traceless import aside, left_as_it_was
+from lowtide.torch.storages import Log, tensors_of
+from lowtide.torch.traceless import RandomStates, aside, left_as_it_was, objects_aside
 
 Loss = Callable[[Any], torch.Tensor]
 # Shares of the peak asked for by which a plan aims lower: predictions were never so much too low in the tests, where
 # the step is run once as planned, and where it is not.
 MARGIN = 0.01
 MARGIN_ON_PAPER = 0.03
-_TRIES = 4
+_TRIES = 6
 _WAYS = "raise the peak, give smaller arguments (a smaller batch), or an optimizer with less state"
 
 
@@ -94,17 +96,28 @@ def planning(
     gradients = [parameter.grad for parameter in model.parameters()]
     held = storage_bytes([gradient for gradient in gradients if gradient is not None])
     adding = [gradient is not None for gradient in gradients]
-    with unapplied(model), aside([model]), _hooks_aside(model):
+    randomness = RandomStates([model])
+    with (
+        unapplied(model),
+        aside([model]),
+        left_as_it_was([model]),
+        objects_aside(model),
+        _hooks_aside(model),
+        _gradients_aside((args, kwargs)),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "a lean tape of .* was planned")  # planned here, and not for good
         cost = OptimizerCost(0, 0)
         if optimizer is not None:
             cost = optimizer_cost(optimizer, list(model.parameters()), None if device is None else "cuda")
         if device is None:
-            with left_as_it_was([model]), _added(model, adding):
-                yield Planning(model, args, kwargs, loss, Resident.of(model, (args, kwargs), cost, held), None)
+            with _added(model, adding):
+                there = Resident.of(model, (args, kwargs), cost, held)
+                yield Planning(model, args, kwargs, loss, there, randomness, None)
         else:
             with fake(model, args, kwargs) as (fake_args, fake_kwargs), _added(model, adding):
                 there = Resident.of(model, (fake_args, fake_kwargs), cost, held)
-                yield Planning(model, fake_args, fake_kwargs, loss, there, device)
+                yield Planning(model, fake_args, fake_kwargs, loss, there, randomness, device)
 
 
 def least_to_ask_for(chain: Chain, share: float) -> int:
@@ -177,6 +190,17 @@ def _hooks_aside(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def _gradients_aside(arguments: Any) -> Iterator[None]:
+    """Inside, arguments have no gradient yet; afterwards they have the one they had."""
+    held = [(tensor, tensor.grad) for tensor in tensors_of(arguments) if tensor.is_leaf]
+    try:
+        yield
+    finally:
+        for tensor, gradient in held:
+            tensor.grad = gradient
+
+
+@contextmanager
 def _added(model: nn.Module, adding: list[bool]) -> Iterator[None]:
     """Inside, a new gradient is let go where it would be added to one that is there."""
 
@@ -202,6 +226,7 @@ class Planning:
         kwargs: dict[str, Any],
         loss: Loss | None,
         resident: Resident,
+        randomness: RandomStates,
         device: Device | None,
     ) -> None:
         self._model = model
@@ -211,40 +236,74 @@ class Planning:
         self._device = device
         self._resident = resident
         self._notes: list[str] = []
+        self._randomness = randomness
 
     def measure(self, *, timed: bool = True) -> Chain:
         """The step as a chain, with bytes and seconds, or bytes alone."""
         survey = Survey(self._model)
+        self._randomness.restore()
         survey.run(self._args, self._kwargs, lambda output: loss_of(output, self._loss))
         self._notes = survey.notes
         base = BaseRun(self._costs(survey.blocks(), timed), self._notes, self._device is not None)
         base.run(self._step)
         if not base.blocks:
             self._notes.append("nothing of this model can be planned: it runs as it is")
-        return base.chain(self._resident)
+        chain = base.chain(self._resident)
+        return self._with_siblings(chain, survey.uncalled())
+
+    def _with_siblings(self, chain: Chain, uncalled: dict[str, str]) -> Chain:
+        """With blocks that this step left out, as some do at random: each is taken to cost what its sibling does."""
+        rows = [(name, chain[k]) for k, name in enumerate(chain.names)]
+        for path, sibling in uncalled.items():
+            if sibling in chain.names:
+                place = next(k for k, (name, _) in enumerate(rows) if name == sibling)
+                rows.insert(place + 1, (path, chain[chain.names.index(sibling)]))
+                self._notes.append(f"{path} was not called in the step that was measured: planned like {sibling}")
+        longer = Chain.of([step for _, step in rows], [name for name, _ in rows])
+        return replace(longer, parameters=chain.parameters, gradients=chain.gradients)
 
     def plan(self, peak: int) -> Plan:
         """The fastest plan within the peak."""
         chain = self.measure()
         on_paper = self._device is not None
         least = least_to_ask_for(chain, MARGIN_ON_PAPER if on_paper else 0.0)
-        if peak < least:
+        if peak < least and on_paper:
             raise BudgetError(peak, least, _WAYS, "peak")
         # A plan that will be run once needs no more room than there is.
         margin = int(peak * MARGIN_ON_PAPER) if on_paper else min(int(peak * MARGIN), peak - least)
+        aim = peak - margin
         for _ in range(_TRIES):
-            options = choose_blocks(chain, peak, margin=margin, ways=_WAYS)
-            schedule = Blocks(options, self._resident.optimizer, self._resident.inputs, margin, tuple(self._notes))
-            plan = Plan.make(chain, Knob("peak", peak), schedule)
+            if aim < least:
+                break
+            plan = self._planned(chain, peak, aim)
             if on_paper:
                 return plan
             measured = self._measured(plan)
             if measured <= peak:
                 return plan
-            margin += measured - peak
-        raise BudgetError(peak, measured + margin, _WAYS, "peak")
+            aim = plan.bill.peak_memory - (measured - peak)
+        plan = self._planned(chain, peak, least)
+        least = max(least, self._measured(plan))
+        if peak < least:
+            raise BudgetError(peak, least, _WAYS, "peak")
+        return plan
+
+    def _planned(self, chain: Chain, peak: int, aim: int) -> Plan:
+        """The fastest plan that is predicted to stay within what it aims at."""
+        held = self._resident
+        options = choose_blocks(chain, aim, ways=_WAYS)
+        return Plan.make(
+            chain,
+            Knob("peak", peak),
+            Blocks(options, held.optimizer, held.inputs, max(0, peak - aim), tuple(self._notes)),
+        )
 
     def _step(self) -> Any:
+        """One step but for the optimizer's part; gives what whoever trains the model holds meanwhile."""
+        for tensor in (*self._model.parameters(), *tensors_of((self._args, self._kwargs))):
+            if tensor.is_leaf:
+                tensor.grad = None
+        self._randomness.restore()
         output = self._model(*self._args, **self._kwargs)
         value = loss_of(output, self._loss)
         value.backward()
@@ -270,6 +329,7 @@ class Planning:
             if cost is not None:
                 found[block] = cost
 
+        self._randomness.restore()
         with torch.no_grad(), standing_in([_Probe(block, probe) for block in blocks]):
             self._model(*self._args, **self._kwargs)
         return [(block, found[block]) for block in blocks if block in found]
@@ -306,5 +366,6 @@ def _kind(block: FoundBlock) -> Hashable:
     """What blocks have in common that cost the same."""
     call = block.call
     parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in call.module.parameters())
-    kind = type(call.module), repr(call.module), parameters
+    training = tuple(module.training for module in call.module.modules())
+    kind = type(call.module), repr(call.module), parameters, training
     return kind, call.forms, call.needs, tuple(call.packs), call.tape, block.is_row, block.children

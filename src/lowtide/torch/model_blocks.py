@@ -45,7 +45,7 @@ class Call:
         tape: bytes that autograd would save of what was made inside and not returned.
         packs: forms of what autograd would save, in order.
         given, gives: storages of arguments and results.
-        failed: whether it raised an error, or was left by one.
+        is_overwritten: whether an argument was changed in place afterwards, so that it cannot be run again.
     """
 
     path: str
@@ -57,6 +57,7 @@ class Call:
     packs: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     given: frozenset[int] = frozenset()
     gives: frozenset[int] = frozenset()
+    is_overwritten: bool = False
 
     def below(self) -> Iterator[Call]:
         """All calls inside, at any depth."""
@@ -99,6 +100,7 @@ class Survey:
         self._packed: list[list[int]] = [[]]
         self._paths = {module: path for path, module in model.named_modules()}
         self._counts: Counter[nn.Module] = Counter()
+        self._versions: list[tuple[Call, torch.Tensor, int]] = []
         self.notes: list[str] = []
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Any) -> None:
@@ -110,6 +112,9 @@ class Survey:
             except Dropped:
                 self.notes.append("the model pulls something back in its forward: no block was planned")
                 self._root.inside.clear()
+        for call, tensor, version in self._versions:
+            call.is_overwritten |= tensor._version != version
+        self._versions.clear()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A submodule is called."""
@@ -134,6 +139,8 @@ class Survey:
         call.given = frozenset(map(log.number, tensors)) - {0}
         first = len(log.sizes)  # storages are numbered from 1 as they are made
         result = plainly(call.module, args, kwargs) if finish is None else finish(call.module(*args, **kwargs))
+        if call.inside or self._is_entry(call):
+            self._versions += [(call, t, t._version) for t in tensors if not t.is_inference()]
         call.gives = frozenset(map(log.number, tensors_of(result))) - {0}
         call.tape = log.bytes({number for number in self._packed[-1] if number > first} - call.gives)
         return result
@@ -158,14 +165,27 @@ class Survey:
         if not found:
             found = [FoundBlock(call, self._is_row(call)) for call in self._only(self._root).inside if self._fits(call)]
             if found:
-                self.notes.append(
-                    "no submodule is one of a row, so those that the model calls itself were taken for blocks"
-                )
-        self._note_repeated()
+                self.notes.append("no submodule is one of a row, so the outermost ones were taken for blocks")
+        self._note_left_out()
         for block in found:
             block.share = block.call.tape / self.tape
             if not block.is_row:
                 block.children = self._children(block.call)
+        return found
+
+    def uncalled(self) -> dict[str, str]:
+        """Entries of rows that were not called, each with the one before it, or after it, that was and is like it."""
+        found: dict[str, str] = {}
+        for path, module in self._model.named_modules():
+            if isinstance(module, nn.ModuleList | nn.Sequential):
+                entries = [(f"{path}.{name}" if path else name, entry) for name, entry in module.named_children()]
+                for k, (name, entry) in enumerate(entries):
+                    likely = [*reversed(entries[:k]), *entries[k + 1 :]]
+                    if not self._counts[entry]:
+                        siblings = (n for n, e in likely if type(e) is type(entry) and self._counts[e] == 1)
+                        sibling = next(siblings, None)
+                        if sibling is not None:
+                            found[name] = sibling
         return found
 
     def _below(self, call: Call, classes: Counter[type]) -> Iterator[FoundBlock]:
@@ -183,7 +203,8 @@ class Survey:
 
     def _fits(self, call: Call) -> bool:
         """Whether the module is called once, and its tape is worth a decision."""
-        return self._counts[call.module] == 1 and call.tape > _WORTHWHILE * self.tape and call.tape > 0
+        is_large = call.tape > _WORTHWHILE * self.tape
+        return self._counts[call.module] == 1 and is_large and not call.is_overwritten
 
     def _is_entry(self, call: Call) -> bool:
         parent, _, _ = call.path.rpartition(".")
@@ -236,16 +257,25 @@ class Survey:
         start = len(call.path) + 1 if call.path else 0
         return tuple(child.path[start:] for child in inner.inside if child in worth)
 
-    def _note_repeated(self) -> None:
+    def _note_left_out(self) -> None:
+        overwritten = [call.path for call in self._root.below() if call.is_overwritten]
+        if overwritten:
+            few = self._few(overwritten)
+            self.notes.append(
+                f"their arguments are changed in place afterwards, and so they are left as they are: {few}"
+            )
         paths = [
             self._paths[module]
             for module, times in self._counts.items()
             if times > 1 and any(True for _ in module.children()) and not isinstance(module, nn.ModuleList)
         ]
+        if paths:
+            self.notes.append(f"called more than once, and so left as they are: {self._few(paths)}")
+
+    @staticmethod
+    def _few(paths: list[str]) -> str:
         outermost = [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
-        if outermost:
-            names = ", ".join(outermost[:5]) + (f" and {len(outermost) - 5:,} more" if len(outermost) > 5 else "")
-            self.notes.append(f"called more than once, and so left as they are: {names}")
+        return ", ".join(outermost[:5]) + (f" and {len(outermost) - 5:,} more" if len(outermost) > 5 else "")
 
 
 class _Tap(StandIn):

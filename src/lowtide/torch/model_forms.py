@@ -69,7 +69,7 @@ RERUN = Way(rerun=True)
 
 def lean_way(point: LeanPoint, *, rerun: bool = False) -> Way:
     """The way that keeps this point of a lean frontier."""
-    return Way(rerun=rerun, lean=point.size)
+    return Way(rerun=rerun, lean=LeanSize(point.tape, point.working, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,5 +102,5 @@ def _way(text: str) -> Way | None:
     match = _WAY.fullmatch(text)
     if match is None or not text:
         return None
-    size = None if match[2] is None else LeanSize(int(match[2]), int(match[3]))
+    size = None if match[2] is None else LeanSize(int(match[2]), int(match[3]), strict=False)
     return Way(rerun=bool(match["rerun"]), lean=size)

@@ -26,6 +26,7 @@ from lowtide.torch.stand_in import StandIn, plainly, standing_in
 from lowtide.torch.storages import Log, tensors_of
 
 Step = Callable[[], Any]
+_DISORDER = "is not pulled back in the reverse of the order in which blocks are called"
 
 
 @dataclass(eq=False, slots=True)
@@ -131,7 +132,7 @@ class BaseRun:
                 before = marks.reached
                 marks.passed = max(marks.passed, marks.reached)
             else:
-                why = "has no gradient" if marks.reached < 0 else "is not pulled back in the reverse order"
+                why = "gives nothing that a gradient is seen to reach" if marks.reached < 0 else _DISORDER
                 self.notes.append(f"{pair[0].name} {why}, and is left as it is")
         found = len(kept) < len(self.blocks)
         self.blocks = kept[::-1]

@@ -55,7 +55,8 @@ class Nest:
                     yield Nest(tuple(within(part.inside)))
                 elif part.option:
                     for k in range(part.start, part.stop):
-                        yield Leaf(*bounds[k], size_of_form(chain[k].menu[part.option].name))
+                        size = size_of_form(chain[k].menu[part.option].name)
+                        yield Leaf(*bounds[k], None if size is None else size._replace(strict=False))
                 else:
                     yield Leaf(bounds[part.start][0], bounds[part.stop - 1][1])
 
@@ -80,7 +81,7 @@ class Nest:
                 inner = cls(tuple(stack.pop()))
                 stack[-1].append(inner)
             elif match[3]:
-                size = None if match[5] is None else LeanSize(int(match[5]), int(match[6]))
+                size = None if match[5] is None else LeanSize(int(match[5]), int(match[6]), strict=False)
                 stack[-1].append(Leaf(int(match[3]), int(match[4] or match[3]) + 1, size))
         if len(stack) > 1:
             raise InputError(f"{text!r} is no nest of layers: a parenthesis is not closed")

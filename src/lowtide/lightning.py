@@ -1,0 +1,131 @@
+"""Lowtide for Lightning: a LightningModule that is trained within a peak.
+
+from lowtide.lightning import LowtideCallback
+Trainer(..., callbacks=[LowtideCallback(peak="8GiB")])
+
+What is planned is `training_step`, with the first batch and under the trainer's precision. While it is run for that,
+nothing is logged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lowtide.torch as lt
+from lowtide.errors import InputError
+from lowtide.plan import Plan
+from lowtide.sizes import parse_size
+from lowtide.torch.trainer_step import Gradients, in_short, plan_step
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.loggers.logger import DummyLogger
+except ImportError:  # the same, under the name that it had before
+    from pytorch_lightning import Callback
+    from pytorch_lightning.loggers.logger import DummyLogger
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["LowtideCallback"]
+
+_LOGS = ("log", "log_dict", "print")
+
+
+class LowtideCallback(Callback):  # type: ignore[misc]  # lightning is not followed
+    """Lets a LightningModule train within a peak: planned at the first batch of training.
+
+    Losses and gradients are those of the run without it, to the last bit.
+
+    Args:
+        peak: most bytes of tensors alive at any moment of a step, "8GiB" or a number: parameters, gradients, the
+            optimizer's state, the batch, tapes, and what reruns need.
+        batch: plan for this batch, and not for the first one; the largest that will come, if they differ.
+        keep: leave the plan applied when training ends.
+        verbose: print the plan when it is made, without its table of blocks.
+
+    Attributes:
+        plan: the plan, once training has begun.
+    """
+
+    def __init__(self, peak: int | str, *, batch: Any = None, keep: bool = False, verbose: bool = True) -> None:
+        self.peak = parse_size(peak, "peak")
+        self.batch = batch
+        self.keep = keep
+        self.verbose = verbose
+        self.plan: Plan | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget an earlier training's plan."""
+        if not pl_module.automatic_optimization:
+            raise InputError(
+                f"{type(pl_module).__name__} optimizes by hand, so its training_step cannot be run to be measured; "
+                "plan the network inside it with lowtide.torch.auto_checkpoint"
+            )
+        lt.unapply(pl_module)
+        self.plan = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """At the first batch, plan."""
+        if self.plan is not None:
+            return
+        if self.batch is not None:
+            batch = trainer.strategy.batch_to_device(self.batch)
+        accumulates = trainer.accumulate_grad_batches > 1
+        with _nothing_logged(trainer, pl_module):
+            self.plan = plan_step(
+                pl_module,
+                _step_of(trainer, pl_module),
+                (batch, batch_idx),
+                {},
+                peak=self.peak,
+                optimizer=trainer.optimizers[0] if trainer.optimizers else None,
+                # Lightning lets go of them when the forward is over.
+                gradients=Gradients.NEVER if accumulates else Gradients.BEFORE_BACKWARD,
+            )
+        lt.apply(self.plan, pl_module)
+        if self.verbose and trainer.is_global_zero:
+            print(in_short(self.plan))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the module be as it was."""
+        if not self.keep:
+            lt.unapply(pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """So too when training fails."""
+        self.on_train_end(trainer, pl_module)
+
+
+def _step_of(trainer: Trainer, module: LightningModule) -> Any:
+    """A training step as the trainer makes it."""
+    parameters = inspect.signature(module.training_step).parameters.values()
+    takes_index = len(parameters) > 1 or any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        with trainer.precision_plugin.train_step_context():
+            return module.training_step(batch, batch_idx) if takes_index else module.training_step(batch)
+
+    return step
+
+
+@contextmanager
+def _nothing_logged(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Inside, what a training step logs goes nowhere, by whichever way."""
+    loggers = trainer.loggers
+    for name in _LOGS:
+        module.__dict__[name] = _silent
+    trainer.loggers = [DummyLogger()] if loggers else []
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+        for name in _LOGS:
+            del module.__dict__[name]
+
+
+def _silent(*args: Any, **kwargs: Any) -> None:
+    """Logs nothing."""

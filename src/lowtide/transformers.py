@@ -1,0 +1,207 @@
+"""Lowtide for Hugging Face transformers: the Trainer within a peak, and models' own gradient checkpointing made exact.
+
+from lowtide.transformers import LowtideCallback
+Trainer(..., callbacks=[LowtideCallback(peak="8GiB")])
+
+The plan is made when the Trainer calls the model for the first time, with the very arguments and in the very
+surroundings of that call: nothing is taken from the data set for it, and no random number drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import lowtide.torch as lt
+from lowtide.errors import InputError
+from lowtide.plan import Plan
+from lowtide.sizes import parse_size
+from lowtide.torch.model import Loss, loss_of
+from lowtide.torch.stand_in import plainly
+from lowtide.torch.trainer_step import Gradients, in_short, plan_step
+
+__all__ = ["LowtideCallback", "use_lowtide_checkpointing"]
+
+# Settings of the Trainer that do not go with a plan, and why.
+_REFUSED = {
+    "gradient_checkpointing": "it runs every layer again by itself; leave that to the plan",
+    "torch_compile": "a compiled model decides by itself what to keep",
+    "fsdp": "it moves parameters in and out while the model runs",
+    "deepspeed": "it moves parameters in and out while the model runs",
+}
+
+
+class LowtideCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+    """Lets the Trainer's model train within a peak: planned at the first step of training, with its very batch.
+
+    Losses and gradients are those of the run without it, to the last bit.
+
+    Args:
+        peak: most bytes of tensors alive at any moment of a step, "8GiB" or a number: parameters, gradients, the
+            optimizer's state, the batch, tapes, and what reruns need.
+        batch: plan for this batch, and not for the first one; the largest that will come, if they differ.
+        loss: takes the loss from what the model returns; None takes what the Trainer takes if nothing else is said, the
+            model's own.
+        keep: leave the plan applied when training ends.
+        verbose: print the plan when it is made, without its table of blocks.
+
+    Attributes:
+        plan: the plan, once training has begun.
+    """
+
+    def __init__(
+        self,
+        peak: int | str,
+        *,
+        batch: dict[str, Any] | None = None,
+        loss: Loss | None = None,
+        keep: bool = False,
+        verbose: bool = True,
+    ) -> None:
+        self.peak = parse_size(peak, "peak")
+        self.batch = batch
+        self.loss = loss
+        self.keep = keep
+        self.verbose = verbose
+        self.plan: Plan | None = None
+        self._waiting: RemovableHandle | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """See that the model is planned when it is first called."""
+        _check(args)
+        model, optimizer = kwargs["model"], _inner(kwargs["optimizer"])
+        gradients = Gradients.NEVER if args.gradient_accumulation_steps > 1 else Gradients.BEFORE_FORWARD
+        lt.unapply(model)
+        self._stop_waiting()
+        self.plan = None
+
+        def plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.plan = self._planned(model, args, kwargs, optimizer, gradients)
+            lt.apply(self.plan, model)
+            if self.verbose and state.is_world_process_zero:
+                print(in_short(self.plan))
+
+        self._waiting = _before_first_call(model, plan)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let the model be as it was."""
+        self._stop_waiting()
+        if not self.keep:
+            lt.unapply(kwargs["model"])
+
+    def _planned(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        optimizer: Optimizer | None,
+        gradients: Gradients,
+    ) -> Plan:
+        return plan_step(
+            model,
+            lambda *args, **kwargs: plainly(model, args, kwargs),
+            args,
+            kwargs if self.batch is None else kwargs | _on_device_of(model, self.batch),
+            peak=self.peak,
+            optimizer=optimizer,
+            gradients=gradients,
+            loss=self.loss or _trainers_loss,
+        )
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.remove()
+            self._waiting = None
+
+
+def _before_first_call(model: nn.Module, do: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> RemovableHandle:
+    """See that something is done, with its arguments, before a model is first called in training."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Not in an evaluation before training, and not for a copy of the model, which has the hook too.
+        if module is model and module.training and torch.is_grad_enabled():
+            handle.remove()
+            do(args, kwargs)
+
+    handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    return handle
+
+
+def use_lowtide_checkpointing(model: PreTrainedModel, *, every_n_layers: int = 1, **settings: Any) -> None:
+    """Turn on a model's own gradient checkpointing, with `lowtide.torch.checkpoint` in the place of torch's.
+
+    Which layers are run again stays the model's decision. What they change is changed once, BatchNorm's statistics and
+    counters too; every kind of random number is the same in a rerun; a rerun ends when it has what is needed. To undo
+    it: `model.gradient_checkpointing_disable()`, or `gradient_checkpointing_enable()` for torch's.
+
+    Args:
+        model: a model of transformers that supports gradient checkpointing.
+        every_n_layers: run only every so manyth layer again.
+        settings: of `lowtide.torch.checkpoint`, such as `check_rerun=True`.
+
+    Raises:
+        InputError: the model does not support it.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise InputError(
+            f"{type(model).__name__} has no gradient checkpointing of its own; plan it with "
+            "lowtide.torch.auto_checkpoint"
+        )
+    wanted = bool(getattr(model, "_require_grads_hooks", None))
+    model.gradient_checkpointing_enable(every_n_layers=every_n_layers)
+    if not wanted:
+        model.disable_input_require_grads()  # for torch's other kind of checkpoint, and not undone with the rest
+    checkpoint = _Checkpoint(settings)
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = checkpoint
+
+
+class _Checkpoint:
+    """`lowtide.torch.checkpoint` with some settings."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+
+    def __call__(self, function: Any, *args: Any) -> Any:
+        """Call a layer."""
+        return lt.checkpoint(function, *args, **self._settings)
+
+
+def _check(args: TrainingArguments) -> None:
+    for name, why in _REFUSED.items():
+        if getattr(args, name):
+            raise InputError(f"LowtideCallback does not go with TrainingArguments({name}=...): {why}; take one of them")
+    if args.n_gpu > 1:
+        raise InputError(
+            f"one process with {args.n_gpu} GPUs copies the model for each; start one process for each GPU (torchrun)"
+        )
+
+
+def _inner(optimizer: Any) -> Optimizer | None:
+    """The optimizer inside accelerate's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer  # type: ignore[no-any-return]  # whatever the Trainer has
+
+
+def _trainers_loss(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else loss_of(output, None)
+
+
+def _on_device_of(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    return tree_map(  # type: ignore[no-any-return]  # a dictionary, as it was
+        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, dict(batch)
+    )
