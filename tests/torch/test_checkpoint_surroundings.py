@@ -10,7 +10,7 @@ import random
 import sys
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -716,3 +716,20 @@ def test_a_tensor_given_twice_is_one_in_the_rerun_too(nested: bool) -> None:
     expected = torch.autograd.grad(attention(x, x, x)[0].square().sum(), x)[0]
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
+
+
+class _Makes(OrderedDict[str, type[nn.Module]]):
+    """Like the activations of transformers: gives an instance of what it has."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+ACTIVATIONS = _Makes(tanh=nn.Tanh)
+
+
+def test_a_dictionary_that_makes_something_of_its_entries_keeps_them() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    for _ in range(2):
+        lt.checkpoint(lambda x: ACTIVATIONS["tanh"](layer(x)), x).sum().backward()
+    assert dict.__getitem__(ACTIVATIONS, "tanh") is nn.Tanh

@@ -59,11 +59,11 @@ class MappingNote(Note):
 
     def __init__(self, owner: dict[Any, Any], before: dict[Any, Any] | None = None) -> None:
         self._owner = owner
-        self._before = dict(owner) if before is None else before
+        self._before = entries_of(owner) if before is None else before
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
         """See `Note`."""
-        now = self._owner
+        now = entries_of(self._owner)
         if not same_entries(now, self._before):
             before = self._before.items()
             taken = {key: _hold(value, held) for key, value in before if now.get(key, MISSING) is not value}
@@ -72,15 +72,15 @@ class MappingNote(Note):
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
         """See `Note`."""
-        if same_entries(self._owner, self._before):
+        now = entries_of(self._owner)
+        if same_entries(now, self._before):
             return self._before
-        now = dict(self._owner)
         _fill(self._owner, {key: _resolved(value, held) for key, value in self._before.items()})
         return now
 
     def undo(self, now: Any) -> None:
         """See `Note`."""
-        if not same_entries(self._owner, now):
+        if not same_entries(entries_of(self._owner), now):
             _fill(self._owner, now)
 
 
@@ -324,6 +324,11 @@ class ArrayNote(Note):
     def undo(self, now: Any) -> None:
         """See `Note`."""
         self._array[...] = now
+
+
+def entries_of(owner: dict[Any, Any]) -> dict[Any, Any]:
+    """A dictionary's entries as they are stored: some make something of them whenever they are asked."""
+    return dict(owner) if type(owner).__getitem__ is dict.__getitem__ else dict(dict.items(owner))
 
 
 def same_entries(now: dict[Any, Any], then: dict[Any, Any]) -> bool:

@@ -266,7 +266,8 @@ class _Code:
 
 
 def _entries(container: Any) -> Iterator[tuple[Any, Any]]:
-    pairs = container.items() if isinstance(container, dict) else enumerate(container)
+    # As they are stored: some dictionaries make something of an entry whenever they are asked.
+    pairs = dict.items(container) if isinstance(container, dict) else enumerate(container)
     return islice(pairs, _MOST_ENTRIES)
 
 
