@@ -37,8 +37,8 @@ def plan_model(
 
     For each block of the model it says whether its tape is kept, or the block is run again in the backward, all of it
     or but for some values: those with a `checkpoint_name`, or products of arrays. The choice has the fewest
-    operations found whose program, as XLA compiles it here, keeps the peak. Mostly two to five programs are compiled for
-    it, twice as many with an optimizer, and more before an error. Nothing is run or allocated, so types are enough.
+    operations found whose program, as XLA compiles it here, keeps the peak. Mostly two to five programs are compiled
+    for it, twice as many with an optimizer, and more before an error. Nothing is run or allocated: types are enough.
 
     A block is all that is computed with the parameters of one entry of a list in `params`: of `params["blocks"]`, of an
     equinox model's `layers`. Nothing has to be marked in the loss. Which blocks were found, and what could not be

@@ -17,7 +17,7 @@ from lowtide.errors import InputError
 from lowtide.plan import Plan
 from lowtide.planners.blocks import Blocks
 from lowtide.torch.model_forms import Form, Way
-from lowtide.torch.stand_in import StandIn, plainly, standing_in
+from lowtide.torch.stand_in import StandIn, plainly, standing_in, stands_in
 
 ROOT = "."  # the name of a block that is the whole model
 
@@ -39,8 +39,8 @@ class PlannedForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         module = self.module
-        if not torch.is_grad_enabled() or not (module.training or self.in_eval):
-            return plainly(module, args, kwargs)
+        if not self.is_on or not torch.is_grad_enabled() or not (module.training or self.in_eval):
+            return self.plainly(args, kwargs)
         return self.way.run(plainly, module, args, kwargs)
 
     def __repr__(self) -> str:
@@ -78,13 +78,14 @@ def unapply(model: nn.Module) -> None:
 @contextmanager
 def unapplied(model: nn.Module) -> Iterator[None]:
     """Inside, no plan is applied to the model."""
-    planned = _planned(model)
+    planned = [(forward, forward.module.__dict__.get("forward")) for forward in _planned(model) if forward.is_on]
     unapply(model)
     try:
         yield
     finally:
-        for forward in planned:
+        for forward, outermost in planned:
             forward.install()
+            forward.module.__dict__["forward"] = outermost
 
 
 def run_in(form: Form, block: nn.Module) -> AbstractContextManager[None]:
@@ -125,5 +126,5 @@ def _submodule(model: nn.Module, path: str) -> nn.Module:
 
 
 def _planned(model: nn.Module) -> list[PlannedForward]:
-    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    forwards = map(stands_in, model.modules())
     return [forward for forward in forwards if isinstance(forward, PlannedForward)]

@@ -261,9 +261,7 @@ class Survey:
         overwritten = [call.path for call in self._root.below() if call.is_overwritten]
         if overwritten:
             few = self._few(overwritten)
-            self.notes.append(
-                f"their arguments are changed in place afterwards, and so they are left as they are: {few}"
-            )
+            self.notes.append(f"given what is changed in place afterwards, and so left as they are: {few}")
         paths = [
             self._paths[module]
             for module, times in self._counts.items()

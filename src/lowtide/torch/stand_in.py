@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+_NAME = "_lowtide_forward"  # where a module has what stands in, should others wrap its `forward` afterwards
+
 
 class StandIn:
     """Called instead of a module's `forward`.
@@ -19,34 +21,59 @@ class StandIn:
     Attributes:
         module: whose `forward` it is.
         was: the one that the module itself, not its class, had before.
+        before: what stood in before.
+        is_on: whether it does anything; it stays where others have wrapped it, and cannot be taken away.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.was: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.before: StandIn | None = module.__dict__.get(_NAME)
+        self.is_on = True
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """What `inspect.signature` looks at."""
         return self.was or MethodType(type(self.module).forward, self.module)
 
+    def plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module as it would run without this, and without what stood in before."""
+        forward = self.was
+        while isinstance(forward, StandIn):
+            forward = forward.was
+        module = self.module
+        return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+
     def install(self) -> None:
         """Stand in from now on."""
-        self.module.__dict__["forward"] = self
+        self.is_on = True
+        self.module.__dict__["forward"] = self.module.__dict__[_NAME] = self
 
     def remove(self) -> None:
-        """Let the module be as it was, if this stands in now."""
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
-            if self.was is not None:
-                self.module.__dict__["forward"] = self.was
+        """Let the module be as it was."""
+        if self.module.__dict__.get(_NAME) is not self:
+            return
+        if self.module.__dict__.get("forward") is not self:
+            self.is_on = False
+            return
+        for name, value in (("forward", self.was), (_NAME, self.before)):
+            del self.module.__dict__[name]
+            if value is not None:
+                self.module.__dict__[name] = value
+
+
+def stands_in(module: nn.Module) -> StandIn | None:
+    """What stands in for a module's `forward`, if anything does."""
+    found: StandIn | None = module.__dict__.get(_NAME)
+    return found
 
 
 def plainly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module as if nothing stood in for its own `forward`, though perhaps for those of submodules."""
+    found = stands_in(module)
+    if found is not None:
+        return found.plainly(args, kwargs)
     forward = module.__dict__.get("forward")
-    while isinstance(forward, StandIn):
-        forward = forward.was
     return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
 
