@@ -75,9 +75,32 @@ def test_batches_of_every_form_and_models_that_look_at_values(form: Callable[[to
     assert found.plan.bill.peak_memory <= 64 * 1024
 
 
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Statistics of one example are none."""
+        out: torch.Tensor = self.row(x).mean()
+        return out
+
+
+def test_models_that_need_more_than_one_example_and_batches_that_are_filled_up() -> None:
+    assert lt.largest_batch(_Normed(), lambda size: torch.randn(size, 8), "64KiB").size > 20
+    found = lt.largest_batch(_Reading(), lambda size: torch.randn(-(-size // 16) * 16, 8), "64KiB")
+    assert found.size > 20
+    with pytest.raises(ValueError, match="of no size"):
+        lt.largest_batch(_Reading(), _raises, "64KiB")
+
+
+def _raises(_: int) -> Any:
+    raise ValueError("of no size")
+
+
 def test_what_cannot_be_used() -> None:
     model = _Reading()
-    with pytest.raises(BudgetError, match="one example does not fit"):
+    with pytest.raises(BudgetError, match="a batch of 1 does not fit"):
         lt.largest_batch(model, lambda size: torch.randn(size, 8), 100)
     with pytest.raises(InputError, match="let make_batch make as many as it is asked for"):
         lt.largest_batch(model, lambda _: torch.randn(3, 8), "1MiB")
@@ -92,13 +115,12 @@ def test_what_cannot_be_used() -> None:
 def test_a_plan_that_does_not_work_after_all_makes_it_look_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a step turns out to take more than was foretold."""
     refused: list[int] = []
-    plan_model = batches.plan_model
 
     def stubborn(model: nn.Module, x: torch.Tensor, *, peak: int, **more: Any) -> Any:
         if not refused:
             refused.append(len(x))
             raise BudgetError(peak, peak + 1000, "for once", "peak")
-        return plan_model(model, x, peak=peak, **more)
+        return lt.plan_model(model, x, peak=peak, **more)
 
     monkeypatch.setattr(batches, "plan_model", stubborn)
     found = lt.largest_batch(_Reading(), lambda size: torch.randn(size, 8), "64KiB")

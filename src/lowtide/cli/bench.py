@@ -63,6 +63,7 @@ BENCHMARKS = (
     Benchmark("torch_checkpoint", "calls of checkpoint, beside torch.utils.checkpoint", ("torch",)),
     Benchmark("torch_sequential", "layers, beside checkpoint_sequential", ("torch",)),
     Benchmark("torch_lean", "lean tapes, beside selective checkpointing", ("torch", "scipy", "transformers")),
+    Benchmark("torch_models", "whole models, beside gradient checkpointing", ("torch", "scipy", "transformers")),
 )
 
 

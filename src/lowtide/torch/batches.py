@@ -22,7 +22,9 @@ from lowtide.torch.model import Loss, plan_model, planning
 from lowtide.torch.model_apply import check_model
 
 _MOST = 2**24  # examples
-_TRIES = 24
+_TRIES = 48
+_FIRST = (1, 2, 4, 8)  # sizes to begin with
+_MOST_ALIKE = 1024
 
 
 class Batch(NamedTuple):
@@ -68,7 +70,7 @@ def largest_batch(
         try:
             plan = plan_model(model, *args, peak=asked, optimizer=optimizer, loss=loss, **kwargs)
         except BudgetError as error:
-            if size == 1:
+            if size == search.smallest:
                 raise
             search.learn(size, error.least)
         else:
@@ -99,6 +101,11 @@ class _Search:
         self._turned_out: dict[int, int] = {}
         self._ratio = 1.0
 
+    @property
+    def smallest(self) -> int:
+        """The smallest size that was looked at."""
+        return min(self._predicted)
+
     def learn(self, size: int, least: int) -> None:
         """What the least peak for this size turned out to be."""
         self._turned_out[size] = least
@@ -106,9 +113,10 @@ class _Search:
 
     def largest(self, peak: int) -> int:
         """The largest size whose least peak is at most this one."""
-        if self._least(1) > peak:
-            ways = "raise the peak, or take a smaller model: one example does not fit"
-            raise BudgetError(peak, self._least(1), ways, "peak")
+        first = self._begin()
+        if self._least(first) > peak:
+            ways = f"raise the peak, or take a smaller model: a batch of {first:,} does not fit"
+            raise BudgetError(peak, self._least(first), ways, "peak")
         for _ in range(_TRIES):
             low = max(size for size in self._predicted if self._least(size) <= peak)
             high = min((size for size in self._predicted if size > low), default=0)
@@ -117,12 +125,27 @@ class _Search:
             self._least(self._next(low, high, peak))
         return low
 
+    def _begin(self) -> int:
+        """The smallest size that the model can be called with: some need more than one example."""
+        if not self._predicted:
+            for size in _FIRST:
+                try:
+                    self._least(size)
+                except ValueError as error:
+                    if isinstance(error, InputError) or size == _FIRST[-1]:
+                        raise
+                else:
+                    break
+        return self.smallest
+
     def _next(self, low: int, high: int, peak: int) -> int:
         """The size to look at next: where a line through two known ones meets the peak."""
         other = high or max((size for size in self._predicted if size < low), default=0)
         if not other:
-            return 2
+            return 2 * low
         rise = (self._least(other) - self._least(low)) / (other - low)
+        if rise <= 0 and low < _MOST_ALIKE and not high:
+            return 2 * low  # it may be filled up to so many
         if rise <= 0:
             raise InputError(
                 f"a step with {max(low, other):,} examples takes no more memory than one with {min(low, other):,}; "

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from lowtide.chain import Chain
 from lowtide.errors import BudgetError, InputError
@@ -97,13 +98,13 @@ def planning(
     held = storage_bytes([gradient for gradient in gradients if gradient is not None])
     adding = [gradient is not None for gradient in gradients]
     randomness = RandomStates([model])
+    caches = torch.is_autocast_cache_enabled()
     with (
         unapplied(model),
         aside([model]),
         left_as_it_was([model]),
         objects_aside(model),
         _hooks_aside(model),
-        _gradients_aside((args, kwargs)),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "a lean tape of .* was planned")  # planned here, and not for good
@@ -113,11 +114,11 @@ def planning(
         if device is None:
             with _added(model, adding):
                 there = Resident.of(model, (args, kwargs), cost, held)
-                yield Planning(model, args, kwargs, loss, there, randomness, None)
+                yield Planning(model, args, kwargs, loss, there, randomness, caches, None)
         else:
             with fake(model, args, kwargs) as (fake_args, fake_kwargs), _added(model, adding):
                 there = Resident.of(model, (fake_args, fake_kwargs), cost, held)
-                yield Planning(model, fake_args, fake_kwargs, loss, there, randomness, device)
+                yield Planning(model, fake_args, fake_kwargs, loss, there, randomness, caches, device)
 
 
 def least_to_ask_for(chain: Chain, share: float) -> int:
@@ -175,29 +176,18 @@ def _check_checkpointing(model: nn.Module) -> None:
 def _hooks_aside(model: nn.Module) -> Iterator[None]:
     """Inside, parameters' hooks are silent: some take an optimizer's step."""
     hooked = [
-        (parameter, name, hooks)
+        (hooks, dict(hooks))
         for parameter in model.parameters()
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
         if (hooks := getattr(parameter, name))
     ]
-    for parameter, name, _ in hooked:
-        setattr(parameter, name, None)
+    for hooks, _ in hooked:
+        hooks.clear()  # the very dictionary that the engine looks into
     try:
         yield
     finally:
-        for parameter, name, hooks in hooked:
-            setattr(parameter, name, hooks)
-
-
-@contextmanager
-def _gradients_aside(arguments: Any) -> Iterator[None]:
-    """Inside, arguments have no gradient yet; afterwards they have the one they had."""
-    held = [(tensor, tensor.grad) for tensor in tensors_of(arguments) if tensor.is_leaf]
-    try:
-        yield
-    finally:
-        for tensor, gradient in held:
-            tensor.grad = gradient
+        for hooks, before in hooked:
+            hooks.update(before)
 
 
 @contextmanager
@@ -227,6 +217,7 @@ class Planning:
         loss: Loss | None,
         resident: Resident,
         randomness: RandomStates,
+        caches: bool,
         device: Device | None,
     ) -> None:
         self._model = model
@@ -237,12 +228,13 @@ class Planning:
         self._resident = resident
         self._notes: list[str] = []
         self._randomness = randomness
+        self._caches = caches
 
     def measure(self, *, timed: bool = True) -> Chain:
         """The step as a chain, with bytes and seconds, or bytes alone."""
         survey = Survey(self._model)
         self._randomness.restore()
-        survey.run(self._args, self._kwargs, lambda output: loss_of(output, self._loss))
+        survey.run(*self._arguments(), lambda output: loss_of(output, self._loss))
         self._notes = survey.notes
         base = BaseRun(self._costs(survey.blocks(), timed), self._notes, self._device is not None)
         base.run(self._step)
@@ -300,14 +292,32 @@ class Planning:
 
     def _step(self) -> Any:
         """One step but for the optimizer's part; gives what whoever trains the model holds meanwhile."""
-        for tensor in (*self._model.parameters(), *tensors_of((self._args, self._kwargs))):
-            if tensor.is_leaf:
-                tensor.grad = None
+        args, kwargs = self._arguments()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        ours = [t for t in (*self._model.parameters(), *tensors_of((args, kwargs))) if t.requires_grad]
         self._randomness.restore()
-        output = self._model(*self._args, **self._kwargs)
+        torch.set_autocast_cache_enabled(self._caches)
+        output = self._model(*args, **kwargs)
         value = loss_of(output, self._loss)
-        value.backward()
+        value.backward(inputs=ours)  # a loss may have parameters of its own
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(False)
         return output, value
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Copies of what the model is called with: it may change them."""
+        copies: dict[int, torch.Tensor] = {}
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in copies:
+                copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            return copies[id(leaf)]
+
+        args, kwargs = tree_map(copied, (self._args, self._kwargs))
+        return args, kwargs
 
     def _costs(self, blocks: list[FoundBlock], timed: bool) -> list[tuple[FoundBlock, BlockCost]]:
         """What each block costs; one of a kind is measured."""
@@ -330,8 +340,9 @@ class Planning:
                 found[block] = cost
 
         self._randomness.restore()
+        args, kwargs = self._arguments()
         with torch.no_grad(), standing_in([_Probe(block, probe) for block in blocks]):
-            self._model(*self._args, **self._kwargs)
+            self._model(*args, **kwargs)
         return [(block, found[block]) for block in blocks if block in found]
 
     def _measured(self, plan: Plan) -> int:
