@@ -22,7 +22,7 @@ from lowtide.chain import Chain
 from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Knob, Plan
 from lowtide.planners.blocks import Blocks, choose_blocks, least_peak
-from lowtide.sizes import parse_size
+from lowtide.sizes import format_size, parse_size
 from lowtide.torch.devices import Device, device_of
 from lowtide.torch.measure import storage_bytes, watching
 from lowtide.torch.model_apply import apply, check_model, unapplied, unapply
@@ -41,6 +41,7 @@ Loss = Callable[[Any], torch.Tensor]
 MARGIN = 0.01
 MARGIN_ON_PAPER = 0.03
 _TRIES = 6
+_WELL_PREDICTED = 0.05
 _WAYS = "raise the peak, give smaller arguments (a smaller batch), or an optimizer with less state"
 
 
@@ -62,7 +63,8 @@ def plan_model(
         model: any `nn.Module`, in the mode in which it will be trained.
         args: what it is called with, in the largest form that will come.
         peak: most bytes of tensors alive at any moment of a step, "8GiB" or a number: parameters, gradients, the
-            optimizer's state, arguments, tapes, and what reruns need.
+            optimizer's state, arguments, tapes, and what reruns need. Gradients that are there when it is called are
+            taken to be there during the step, as where they are accumulated.
         optimizer: the one that will be used, so that its state counts; on paper also a function of parameters that
             makes it, such as `torch.optim.AdamW`.
         loss: takes the loss from what the model returns; None takes its `.loss`, its `["loss"]`, or the one number
@@ -272,13 +274,22 @@ class Planning:
                 return plan
             measured = self._measured(plan)
             if measured <= peak:
-                return plan
+                return self._noted(plan, measured)
             aim = plan.bill.peak_memory - (measured - peak)
         plan = self._planned(chain, peak, least)
-        least = max(least, self._measured(plan))
+        measured = self._measured(plan)
+        least = max(least, measured)
         if peak < least:
             raise BudgetError(peak, least, _WAYS, "peak")
-        return plan
+        return self._noted(plan, measured)
+
+    def _noted(self, plan: Plan, measured: int) -> Plan:
+        """The plan with a word about a prediction that was not good."""
+        if abs(measured / plan.bill.peak_memory - 1) <= _WELL_PREDICTED:
+            return plan
+        note = f"a step that was run as planned took {format_size(measured)} at its worst moment, not what is predicted"
+        assert isinstance(plan.schedule, Blocks)
+        return replace(plan, schedule=replace(plan.schedule, notes=(*plan.schedule.notes, note)))
 
     def _planned(self, chain: Chain, peak: int, aim: int) -> Plan:
         """The fastest plan that is predicted to stay within what it aims at."""
@@ -290,20 +301,24 @@ class Planning:
             Blocks(options, held.optimizer, held.inputs, max(0, peak - aim), tuple(self._notes)),
         )
 
-    def _step(self) -> Any:
-        """One step but for the optimizer's part; gives what whoever trains the model holds meanwhile."""
+    def _step(self) -> Callable[[], Any]:
+        """One step but for the optimizer's part, to be run; it gives what whoever trains the model holds meanwhile."""
         args, kwargs = self._arguments()
+        ours = [t for t in (*self._model.parameters(), *tensors_of((args, kwargs))) if t.requires_grad]
         for parameter in self._model.parameters():
             parameter.grad = None
-        ours = [t for t in (*self._model.parameters(), *tensors_of((args, kwargs))) if t.requires_grad]
         self._randomness.restore()
-        torch.set_autocast_cache_enabled(self._caches)
-        output = self._model(*args, **kwargs)
-        value = loss_of(output, self._loss)
-        value.backward(inputs=ours)  # a loss may have parameters of its own
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(False)
-        return output, value
+
+        def run() -> Any:
+            torch.set_autocast_cache_enabled(self._caches)
+            output = self._model(*args, **kwargs)
+            value = loss_of(output, self._loss)
+            value.backward(inputs=ours)  # a loss may have parameters of its own
+            torch.clear_autocast_cache()
+            torch.set_autocast_cache_enabled(False)
+            return output, value
+
+        return run
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Copies of what the model is called with: it may change them."""
@@ -347,11 +362,11 @@ class Planning:
 
     def _measured(self, plan: Plan) -> int:
         """Bytes at the worst moment of a step that is run as planned."""
-        log = Log()
+        log, step = Log(), self._step()
         apply(plan, self._model)
         try:
             with watching(log):
-                held = self._step()
+                held = step()
         finally:
             unapply(self._model)
         del held

@@ -96,9 +96,9 @@ class BaseRun:
     _forms: list[FormCost] = field(default_factory=list)
     _end: int = 0
 
-    def run(self, step: Step) -> None:
-        """Run `step`, which calls the model, takes the loss and pulls it back; gives what the caller would hold."""
-        while self._run(step):
+    def run(self, make_step: Callable[[], Step]) -> None:
+        """Run a step, which calls the model, takes the loss and pulls it back; gives what the caller would hold."""
+        while self._run(make_step()):
             pass
 
     def _run(self, step: Step) -> bool:

@@ -95,7 +95,7 @@ class Slots(Reach):
 
     def _see_mapping(self, mapping: dict[str, Any], path: str, in_module: bool) -> None:
         self._owners.append((mapping, path, in_module))
-        for key in mapping:
+        for key in list(mapping.keys()):  # those of TorchScript's modules cannot be iterated
             if key not in MODULE_INTERNALS and (id(mapping), key) not in self._known:
                 self._known.add((id(mapping), key))
                 self._met(Entry(mapping, key, f"{path}.{key}", in_module))
