@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lowtide.errors import BudgetError
@@ -32,11 +33,14 @@ from lowtide.torch.model_blocks import FoundBlock
 from lowtide.torch.model_forms import RERUN, Form, Way, lean_way
 from lowtide.torch.nest_text import Nest
 from lowtide.torch.op_seconds import PaperClock
+from lowtide.torch.operations import word_of
 from lowtide.torch.stand_in import plainly
 from lowtide.torch.step_pull import pulled, seed_of
 from lowtide.torch.storages import Log, tensors_of
 from lowtide.torch.traceless import left_as_it_was
 
+# Operations whose results are as large as values say.
+_OF_ANY_SIZE = frozenset({"nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "bincount"})
 _OFTEN = 5  # runs of a short block that are timed, of which the shortest counts
 _LONG = 0.5  # seconds of timing a form after which it is not timed again
 _LEAST_GAIN = 0.02  # of the whole tape; a form that holds no less is left out
@@ -102,28 +106,39 @@ class Bench:
         """What a block costs that is called with such arguments; it is left as it was."""
         call = _Call(block, args, kwargs, self._device is not None)
         keep, rerun = Form(), Form((("", RERUN),))
-        plain = call.watched(keep)
+        with _Looking() as looking:
+            plain = again = call.watched(keep)
         seconds = self._seconds(call, keep)
         forms = [FormCost(str(keep), plain.held, plain.forward, plain.backward, 0.0)]
-        again = plain
-        for form, point, extra in self._forms(block, call):
-            on_paper = self._device is not None and point is not None
-            run = _leanly(again if form.ways[0][1].rerun else plain, point) if on_paper else call.watched(form)
+        points = [] if looking.at_values else self._points(call)
+        for form, point, extra in self._forms(block, call, points):
+            try:
+                run = self._run(call, form, point, again if form.ways[0][1].rerun else plain)
+                if run.held > (1 - _LEAST_GAIN) * plain.held and form != rerun:
+                    continue
+                if extra is None:
+                    extra = self._extra(call, form, point, seconds)
+            except RuntimeError:  # a submodule that changes its argument in place, for one, cannot be run again
+                continue
             if form == rerun:
                 again = run
-            elif run.held > (1 - _LEAST_GAIN) * plain.held:
-                continue
-            if point is not None:
-                # The first call of a kind is traced, and holds its whole tape while it runs.
-                run = _Run(run.held, max(run.forward, plain.forward), run.backward, run.cotangent)
-            if extra is None:
-                extra = self._extra(call, form, point, seconds)
-            forms.append(FormCost(str(form), run.held, run.forward, run.backward, extra))
+            # The first call of a lean kind is traced, and holds its whole tape while it runs.
+            forward = run.forward if point is None else max(run.forward, plain.forward)
+            forms.append(FormCost(str(form), run.held, forward, run.backward, extra))
         return BlockCost(tuple(forms), *seconds, plain.cotangent)
 
-    def _forms(self, block: FoundBlock, call: _Call) -> Iterator[tuple[Form, LeanPoint | None, float | None]]:
+    def _run(self, call: _Call, form: Form, point: LeanPoint | None, whole: _Run) -> _Run:
+        """Run a block in a form; on paper, a lean one is as its recipe has it: there are no values to make again."""
+        if self._device is None or point is None:
+            return call.watched(form)
+        less = point.plain_tape - point.tape
+        held = whole.held if form.ways[0][1].rerun else max(0, whole.held - less)
+        return _Run(held, whole.forward, whole.backward - less + point.working, whole.cotangent)
+
+    def _forms(
+        self, block: FoundBlock, call: _Call, points: list[LeanPoint]
+    ) -> Iterator[tuple[Form, LeanPoint | None, float | None]]:
         """All forms but the plain one; with the point of the lean frontier, and extra seconds, where they are known."""
-        points = self._points(call)
         for point in points:
             yield Form((("", lean_way(point)),)), point, None
         if block.is_row:
@@ -250,11 +265,18 @@ class _Call:
             return between - began, clock() - between
 
 
-def _leanly(run: _Run, point: LeanPoint | None) -> _Run:
-    """A run made lean, as its recipe has it: where there are no values, nothing of that can be run."""
-    assert point is not None
-    less = point.plain_tape - point.tape
-    return _Run(max(0, run.held - less), run.forward, run.backward - less + point.working, run.cotangent)
+class _Looking(TorchDispatchMode):
+    """Notes whether shapes depend on values, as where words are sent to experts: then each call has another tape."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.at_values = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.at_values |= word_of(func) in _OF_ANY_SIZE
+        return func(*args, **(kwargs or {}))
 
 
 def _pull(seed: torch.Tensor, args: Any, kwargs: Any, since: int) -> None:

@@ -87,6 +87,7 @@ class RandomStates:
     """Where the generators of torch, Python and numpy are, and those of modules, to start again from there."""
 
     def __init__(self, layers: list[Layer]) -> None:
+        self._layers = layers
         self._of_torch = Randomness(Hidden(layers).generators)
         self._of_python, self._of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  (what layers use)
         found = [
@@ -98,6 +99,14 @@ class RandomStates:
         ]
         self._pythons = [(value, value.getstate()) for value in found if isinstance(value, random.Random)]
         self._numpys = [(v, v.bit_generator.state) for v in found if isinstance(v, np.random.Generator)]
+
+    def seeded(self, seed: int) -> RandomStates:
+        """Other states, for this seed; those of modules are the same."""
+        self.restore()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        return RandomStates(self._layers)
 
     def restore(self) -> None:
         """Put them back."""
