@@ -36,6 +36,7 @@ def test_names_are_completed() -> None:
         "torch_checkpoint",
         "torch_sequential",
         "torch_lean",
+        "torch_models",
     ]
     assert demo.complete_demo("") == list(lowtide.demo.NAMES)
 

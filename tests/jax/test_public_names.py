@@ -15,6 +15,7 @@ LOOP = ["length", "base", "checkpoints", "budget", "plan", "reverse", "unroll", 
 PLANNING = ["length", "base", "checkpoints", "budget", "reduce", "wrt"]
 
 PARAMETERS = {
+    "apply": ["plan", "loss"],
     "checkpoint": ["fun", "prevent_cse", "policy", "static_argnums", "static_argnames"],
     "checkpoint_sequential": ["functions", "segments", "input"],
     "checkpointed_scan": ["f", "init", "xs", *LOOP],
@@ -25,11 +26,13 @@ PARAMETERS = {
     "for_loop": ["f", "xs", "length", "reverse", "unroll", "pbar", "reduce"],
     "plan_scan": ["f", "init", "xs", *PLANNING],
     "plan_for_loop": ["f", "xs", *PLANNING],
+    "plan_model": ["loss", "params", "args", "peak", "blocks", "optimizer", "has_aux", "donate", "kwargs"],
     "sequential": ["layers", "x", "budget", "plan"],
     "plan_sequential": ["layers", "x", "budget"],
 }
 
 POSITIONAL = {
+    "apply": ["plan", "loss"],
     "checkpoint": ["fun"],
     "checkpoint_sequential": ["functions", "segments", "input"],
     "checkpointed_scan": ["f", "init", "xs", "length"],
@@ -40,6 +43,7 @@ POSITIONAL = {
     "for_loop": ["f"],
     "plan_scan": ["f", "init", "xs", "length"],
     "plan_for_loop": ["f"],
+    "plan_model": ["loss", "params"],
     "sequential": ["layers", "x"],
     "plan_sequential": ["layers", "x"],
 }
@@ -48,6 +52,7 @@ POSITIONAL = {
 def test_the_names_are_these() -> None:
     assert sorted(lt.__all__) == [
         "Comparison",
+        "apply",
         "checkpoint",
         "checkpoint_sequential",
         "checkpointed_for_loop",
@@ -56,6 +61,7 @@ def test_the_names_are_these() -> None:
         "compare_gradients",
         "for_loop",
         "plan_for_loop",
+        "plan_model",
         "plan_scan",
         "plan_sequential",
         "scan",
@@ -69,7 +75,9 @@ def test_arguments_are_these(name: str) -> None:
     parameters = inspect.signature(getattr(lt, name)).parameters.values()
     assert [p.name for p in parameters] == PARAMETERS[name]
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == POSITIONAL[name]
-    several = {"compare_gradients": ["args"]}.get(name, ["xs"] if name.endswith("for_loop") else [])
+    several = {"compare_gradients": ["args"], "plan_model": ["args"]}.get(
+        name, ["xs"] if name.endswith("for_loop") else []
+    )
     assert [p.name for p in parameters if p.kind is p.VAR_POSITIONAL] == several
 
 
@@ -77,7 +85,8 @@ def test_arguments_are_these(name: str) -> None:
 def test_knobs_that_are_left_alone_are_off(name: str) -> None:
     knobs = ("base", "checkpoints", "budget", "plan", "pbar", "reduce", "length", "max_steps", "policy")
     parameters = inspect.signature(getattr(lt, name)).parameters
-    assert all(parameters[knob].default is None for knob in knobs if knob in parameters)
+    given = {"plan"} if name == "apply" else set()
+    assert all(parameters[knob].default is None for knob in knobs if knob in parameters and knob not in given)
 
 
 def test_both_front_ends_take_the_same_knobs() -> None:
@@ -120,7 +129,7 @@ def test_everything_public_is_described(name: str) -> None:
 DESCRIBED = ["checkpoint", "checkpoint_sequential", "checkpointed_scan", "checkpointed_while_loop", "plan_scan", "scan"]
 
 
-@pytest.mark.parametrize("name", [*DESCRIBED, "sequential", "plan_sequential"])
+@pytest.mark.parametrize("name", [*DESCRIBED, "sequential", "plan_sequential", "plan_model", "apply"])
 def test_every_argument_is_described(name: str) -> None:
     text = inspect.getdoc(getattr(lt, name)) or ""
     assert [argument for argument in PARAMETERS[name] if f"\n    {argument}: " not in text] == []

@@ -28,7 +28,7 @@ from lowtide.torch.devices import Device, device_of
 from lowtide.torch.layer_groups import unpack_dropped
 from lowtide.torch.measure import storage_bytes, watching
 from lowtide.torch.model_apply import apply, check_model, unapplied, unapply
-from lowtide.torch.model_blocks import FoundBlock, Survey
+from lowtide.torch.model_blocks import FoundBlock, Survey, few
 from lowtide.torch.model_costs import Bench, BlockCost
 from lowtide.torch.model_step import BaseRun, Resident
 from lowtide.torch.optimizer_bytes import OptimizerCost, optimizer_cost
@@ -241,12 +241,13 @@ class Planning:
     def measure(self, *, timed: bool = True) -> Chain:
         """The step as a chain, with bytes and seconds, or bytes alone."""
         survey = self._survey()
-        as_given, best = self._randomness, self._randomness
+        as_given, best, drawn = self._randomness, self._randomness, False
         for seed in range(_DRAWS):  # which layers are left out may be drawn: a step that calls all of them takes most
             if not survey.uncalled():
                 break
             self._randomness = as_given.seeded(seed)
             other = self._survey()
+            drawn |= other.uncalled() != survey.uncalled()
             if len(other.uncalled()) < len(survey.uncalled()):
                 survey, best = other, self._randomness
         self._randomness = best
@@ -256,7 +257,13 @@ class Planning:
         if not base.blocks:
             self._notes.append("nothing of this model can be planned: it runs as it is")
         chain = base.chain(self._resident)
-        return self._with_siblings(chain, survey.uncalled())
+        return self._with_siblings(chain, survey.uncalled()) if drawn else self._noting(chain, survey.uncalled())
+
+    def _noting(self, chain: Chain, uncalled: dict[str, str]) -> Chain:
+        """The chain itself, with a note of what was not called and is not drawn: values decide, or nobody."""
+        if uncalled:
+            self._notes.append(f"not called in the step that was measured, and so left as they are: {few(uncalled)}")
+        return chain
 
     def _survey(self) -> Survey:
         survey = Survey(self._model)

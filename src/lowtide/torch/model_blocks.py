@@ -9,7 +9,7 @@ The forward keeps no tape: what autograd would save is counted and let go.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -243,11 +243,11 @@ class Survey:
         return False
 
     def _only(self, call: Call) -> Call:
-        """What a call wraps, if it calls one submodule and does nothing else."""
-        while len(fitting := [inner for inner in call.inside if self._fits(inner)]) == 1:
-            if fitting[0].tape < _MOST * call.tape or not fitting[0].inside:
+        """What a call wraps, if all that has a tape in it is one other call."""
+        while len(taped := [inner for inner in call.inside if inner.tape]) == 1:
+            if not taped[0].inside or not self._fits(taped[0]):
                 break
-            call = fitting[0]
+            call = taped[0]
         return call
 
     def _children(self, call: Call) -> tuple[str, ...]:
@@ -260,20 +260,21 @@ class Survey:
     def _note_left_out(self) -> None:
         overwritten = [call.path for call in self._root.below() if call.is_overwritten]
         if overwritten:
-            few = self._few(overwritten)
-            self.notes.append(f"given what is changed in place afterwards, and so left as they are: {few}")
+            self.notes.append(f"given what is changed in place afterwards, and so left as they are: {few(overwritten)}")
         paths = [
             self._paths[module]
             for module, times in self._counts.items()
             if times > 1 and any(True for _ in module.children()) and not isinstance(module, nn.ModuleList)
         ]
         if paths:
-            self.notes.append(f"called more than once, and so left as they are: {self._few(paths)}")
+            self.notes.append(f"called more than once, and so left as they are: {few(paths)}")
 
-    @staticmethod
-    def _few(paths: list[str]) -> str:
-        outermost = [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
-        return ", ".join(outermost[:5]) + (f" and {len(outermost) - 5:,} more" if len(outermost) > 5 else "")
+
+def few(paths: Iterable[str]) -> str:
+    """The outermost of these paths, and of many the first."""
+    found = list(paths)
+    outermost = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    return ", ".join(outermost[:5]) + (f" and {len(outermost) - 5:,} more" if len(outermost) > 5 else "")
 
 
 class _Tap(StandIn):

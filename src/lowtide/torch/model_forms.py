@@ -22,7 +22,7 @@ from lowtide.torch.nest_text import Nest
 
 KEEP = "keep"
 _LEAN = r"lean ([0-9]+) \+ ([0-9]+) B"
-_WAY = re.compile(rf"(?P<rerun>rerun(?:, )?)?(?:{_LEAN})?")
+_WAY = re.compile(rf"(?P<rerun>rerun(?:$|, (?=lean)))?(?:{_LEAN})?")
 _PART = re.compile(r"(?:(?P<path>[^ :;]+): )?(?P<way>.+)")
 Plainly = Callable[..., Any]
 

@@ -144,6 +144,7 @@ class BaseRun:
         rows: list[tuple[str, StepCost]] = []
         if resident.optimizer or resident.stepping:
             rows.append(("(optimizer step)", _outside(before + levels.at(end) + resident.stepping)))
+        before -= len(rows)  # a chain's step has a byte at least
         held = 0  # by blocks so far, in the forms of this run
         left, reached = 0, end  # where the block before ends, and where its backward begins
         for (block, cost), form, marks in zip(self.blocks, self._forms, self._marks, strict=True):
@@ -154,6 +155,7 @@ class BaseRun:
             outside = _outside(before + between - held)
             if outside.working.backward > min(map(sum, zip((o.tape for o in step.menu), step.pulling, strict=True))):
                 rows.append(("(outside)", outside))
+                before -= 1
             rows.append((block.name, step))
             held += form.held
             left, reached = marks.left, marks.reached
@@ -213,8 +215,8 @@ class _Levels:
 
 
 def _outside(need: int) -> StepCost:
-    """What happens outside blocks: it holds nothing that could be dropped."""
-    need = max(0, need)
+    """What happens outside blocks: it holds nothing that could be dropped, but for the byte that a step has."""
+    need = max(0, need - 1)
     return StepCost(1, 1, 0.0, 0.0, working=Working(0, need, need))
 
 
