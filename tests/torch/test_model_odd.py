@@ -72,10 +72,7 @@ def test_the_peak_is_kept_and_the_bits_are_the_plain_ones(name: str) -> None:
         ("gradient inside", ["the model pulls something back in its forward: no block was planned", AS_IT_IS]),
         (
             "if",
-            [
-                f"blocks.{k + 1} was not called in the step that was measured: planned like blocks.{k}"
-                for k in (0, 2, 4)
-            ],
+            ["not called in the step that was measured, and so left as they are: blocks.1, blocks.3, blocks.5"],
         ),
         ("item", []),
         ("towers", []),
@@ -89,20 +86,16 @@ def test_what_was_not_planned_is_said(name: str, notes: list[str]) -> None:
         assert note in " ".join(str(plan).split())
 
 
-def test_blocks_that_write_over_their_arguments_are_left_as_they_are() -> None:
-    by_itself = "cannot be run by itself, and is left as it is: a leaf Variable that requires grad is being used"
-    in_place, first = schedule_of(odd("adds in place").plan("1GB")).notes[:2]
+def test_blocks_that_are_given_what_is_written_over_are_left_as_they_are() -> None:
+    (in_place,) = schedule_of(odd("adds in place").plan("1GB")).notes
     assert in_place == "given what is changed in place afterwards, and so left as they are: blocks.0, blocks.1"
-    assert first.startswith(f"blocks.2 {by_itself}")
-    notes = schedule_of(odd("relu in place").plan("1GB")).notes
-    for k in (1, 2):
-        assert any(note.startswith(f"blocks.{k} {by_itself}") for note in notes)
+    assert schedule_of(odd("relu in place").plan("1GB")).notes == ()  # written over by themselves
 
 
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
-        ("if", [f"blocks.{k}" for k in range(6)]),
+        ("if", ["blocks.0", "blocks.2", "blocks.4"]),
         ("a count from data", ["blocks.0", "blocks.1", "blocks.2"]),
         ("first frozen", ["blocks.1", "blocks.2", "blocks.3"]),
         ("middle frozen", ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
@@ -114,7 +107,7 @@ def test_blocks_that_write_over_their_arguments_are_left_as_they_are() -> None:
         ("vgg", ["."]),
         ("tied", ["blocks.0", "blocks.1", "blocks.2"]),
         ("torch's own", ["layers.0", "layers.1", "layers.2"]),
-        ("unlike", ["first", "second", "third"]),
+        ("unlike", ["second"]),
     ],
 )
 def test_blocks_are_found_in_the_order_of_their_calls(name: str, blocks: list[str]) -> None:

@@ -32,6 +32,7 @@ _MOST = 0.6
 _LITTLE = 0.1
 _SHARE = 0.15  # of a block's tape, from which on a submodule of it may be run again by itself
 _MOST_CHILDREN = 3
+_SEVERAL = 3  # submodules that are better blocks than the one that calls them
 
 
 @dataclass(eq=False, slots=True)
@@ -245,7 +246,7 @@ class Survey:
     def _only(self, call: Call) -> Call:
         """What a call wraps, if all that has a tape in it is one other call."""
         while len(taped := [inner for inner in call.inside if inner.tape]) == 1:
-            if not taped[0].inside or not self._fits(taped[0]):
+            if sum(inner.tape > 0 for inner in taped[0].inside) < _SEVERAL or not self._fits(taped[0]):
                 break
             call = taped[0]
         return call

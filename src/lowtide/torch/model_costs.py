@@ -107,7 +107,13 @@ class Bench:
         call = _Call(block, args, kwargs, self._device is not None)
         keep, rerun = Form(), Form((("", RERUN),))
         with _Looking() as looking:
-            plain = again = call.watched(keep)
+            try:
+                plain = again = call.watched(keep)
+            except RuntimeError as error:
+                if "a leaf Variable" not in str(error):
+                    raise
+                call.changes_arguments = True
+                plain = again = call.watched(keep)
         seconds = self._seconds(call, keep)
         forms = [FormCost(str(keep), plain.held, plain.forward, plain.backward, 0.0)]
         points = [] if looking.at_values else self._points(call)
@@ -208,9 +214,10 @@ class _Call:
         self._arguments = args, kwargs
         self._needs = block.call.needs
         self._on_paper = on_paper
+        self.changes_arguments = False  # in place, which leaves of a graph do not allow
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Like those of the call, and leaves of a graph."""
+        """Like those of the call, and leaves of a graph, or copies of such."""
         needs = iter(self._needs)
 
         def fresh(leaf: Any) -> Any:
@@ -218,7 +225,8 @@ class _Call:
                 return copy.deepcopy(leaf)
             if leaf.layout is not torch.strided:
                 return leaf.detach()
-            return leaf.detach().requires_grad_(next(needs))
+            twin = leaf.detach().requires_grad_(next(needs))
+            return twin.clone() if self.changes_arguments else twin
 
         args, kwargs = tree_map(fresh, self._arguments)
         return args, kwargs
@@ -280,7 +288,8 @@ class _Looking(TorchDispatchMode):
 
 
 def _pull(seed: torch.Tensor, args: Any, kwargs: Any, since: int) -> None:
-    pulled(seed, [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad], since)
+    # Those that were changed in place are found like everything else that the block is given.
+    pulled(seed, [t for t in tensors_of((args, kwargs)) if t.requires_grad and t.is_leaf], since)
 
 
 def _clock() -> float:
