@@ -330,7 +330,6 @@ class Planning:
     def _step(self) -> Callable[[], Any]:
         """One step but for the optimizer's part, to be run; it gives what whoever trains the model holds meanwhile."""
         args, kwargs = self._arguments()
-        ours = [t for t in (*self._model.parameters(), *tensors_of((args, kwargs))) if t.requires_grad]
         for parameter in self._model.parameters():
             parameter.grad = None
         self._randomness.restore()
@@ -339,7 +338,8 @@ class Planning:
             torch.set_autocast_cache_enabled(self._caches)
             output = self._model(*args, **kwargs)
             value = loss_of(output, self._loss)
-            value.backward(inputs=ours)  # a loss may have parameters of its own
+            ours = (*self._model.parameters(), *tensors_of((args, kwargs)))
+            value.backward(inputs=[t for t in ours if t.requires_grad])  # a loss may have parameters of its own
             torch.clear_autocast_cache()
             torch.set_autocast_cache_enabled(False)
             return output, value

@@ -106,7 +106,14 @@ class Survey:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Any) -> None:
         """Call the model, and `finish(output)`, which takes the loss."""
-        taps = [_Tap(self, module) for module in self._paths if module is not self._model]
+        scripted = [path for module, path in self._paths.items() if isinstance(module, torch.jit.ScriptModule)]
+        taps = [
+            _Tap(self, module)
+            for module, path in self._paths.items()
+            if module is not self._model and not any(f"{path}.".startswith(f"{other}.") for other in scripted)
+        ]
+        if scripted:
+            self.notes.append(f"compiled by TorchScript, and so left as they are: {few(scripted)}")
         with standing_in(taps), watching(self._log), saved_tensors_hooks(self._pack, unpack_dropped):
             try:
                 self._call(self._root, args, kwargs, finish)

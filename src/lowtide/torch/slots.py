@@ -69,6 +69,8 @@ class Slots(Reach):
             if id(child) in self._modules:
                 continue
             self._modules[id(child)] = child
+            if isinstance(child, torch.jit.ScriptModule):  # has no dictionaries of Python's
+                continue
             self._see_mapping(child._buffers, path, in_module=True)
             self._see_mapping(vars(child), path, in_module=True)
             self.generators += [value for value in vars(child).values() if isinstance(value, torch.Generator)]
@@ -95,7 +97,7 @@ class Slots(Reach):
 
     def _see_mapping(self, mapping: dict[str, Any], path: str, in_module: bool) -> None:
         self._owners.append((mapping, path, in_module))
-        for key in list(mapping.keys()):  # those of TorchScript's modules cannot be iterated
+        for key in mapping:
             if key not in MODULE_INTERNALS and (id(mapping), key) not in self._known:
                 self._known.add((id(mapping), key))
                 self._met(Entry(mapping, key, f"{path}.{key}", in_module))
