@@ -109,6 +109,14 @@ class Keywords(Mlp):
         return -y if flip else y
 
 
+class Neighbours(Mlp):
+    """Takes a sparse matrix."""
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """As networks on graphs do."""
+        return super().forward(torch.sparse.mm(edges, x))
+
+
 class Counts(Mlp):
     """Counts its calls in a buffer and in an attribute, and averages what it sees."""
 

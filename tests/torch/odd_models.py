@@ -22,6 +22,7 @@ from tests.torch.odd_blocks import (
     KnownStates,
     Loud,
     Mlp,
+    Neighbours,
     Pairs,
     ReluFirst,
     Routed,
@@ -180,6 +181,20 @@ def dataclasses(kind: Any) -> Model:
     )
 
 
+def on_a_graph(blocks: nn.ModuleList, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    """Every block gets the edges."""
+    for block in blocks:
+        x = block(x, edges)
+    return x
+
+
+def graph() -> Model:
+    """With a sparse argument."""
+    edges = (torch.rand(BATCH, BATCH) < 0.1).float().to_sparse()
+    blocks: list[nn.Module] = [Neighbours() for _ in range(3)]
+    return Model(Net(on_a_graph, blocks), {}, (torch.randn(BATCH, WIDTH), edges), mean_square)
+
+
 def keywords() -> Model:
     scale = torch.rand(WIDTH, requires_grad=True)
     x = torch.randn(BATCH, WIDTH)
@@ -328,6 +343,7 @@ ODD: dict[str, Callable[[], Model]] = {
     "all states": lambda: on_x(Net(all_states)),
     "loud": lambda: row_of(Loud),
     "gradient inside": lambda: on_x(Net(gradient_inside)),
+    "graph": graph,
     "sparse": lambda: words(SparseWords()),
     "spectral norm": lambda: normed(spectral_norm),
     "weight norm": lambda: normed(weight_norm),

@@ -205,3 +205,20 @@ def test_the_last_one_stands_in_and_the_one_before_comes_back() -> None:
     assert torch.equal(module(x), 2 * expected)  # neither stands in for the other
     second.remove()
     assert module.forward is first
+
+
+def test_one_that_others_have_wrapped_stands_in_no_more() -> None:
+    module, x = nn.Linear(3, 3), torch.ones(1, 3)
+    expected = module(x)
+
+    class Once(Doubles):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs) if self.is_on else self.plainly(args, kwargs)
+
+    stand_in = Once(module)
+    stand_in.install()
+    wrapped = module.forward
+    module.forward = lambda x: wrapped(x) + 1  # type: ignore[method-assign, assignment]
+    assert torch.equal(module(x), 2 * expected + 1)
+    stand_in.remove()  # what they made of it is theirs
+    assert torch.equal(module(x), expected + 1)
