@@ -23,7 +23,7 @@ import lowtide.torch as lt
 from lowtide.errors import InputError
 from lowtide.plan import Plan
 from lowtide.sizes import parse_size
-from lowtide.torch.model import Loss, loss_of
+from lowtide.torch.model_loss import Loss, loss_of
 from lowtide.torch.stand_in import plainly
 from lowtide.torch.trainer_step import Gradients, in_short, plan_step
 

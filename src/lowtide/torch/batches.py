@@ -18,8 +18,9 @@ from lowtide.plan import Plan
 from lowtide.planners.blocks import least_peak
 from lowtide.sizes import format_size, parse_size
 from lowtide.torch.devices import A100
-from lowtide.torch.model import Loss, plan_model, planning
+from lowtide.torch.model import plan_model, planning
 from lowtide.torch.model_apply import check_model
+from lowtide.torch.model_loss import Loss
 
 _MOST = 2**24  # examples
 _TRIES = 48

@@ -120,7 +120,7 @@ class BaseRun:
 
     def _smallest(self, cost: BlockCost) -> FormCost:
         """The form that needs least; not a lean one on paper, where there are no values to make again."""
-        forms = [form for form in cost.forms if not (self.on_paper and "lean" in form.name)]
+        forms = [form for form in cost.forms if form.is_settled and not (self.on_paper and "lean" in form.name)]
         return min(forms, key=lambda form: (form.backward, form.held))
 
     def _leave_out_what_is_not_in_order(self) -> bool:

@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lowtide.plan import Plan
-from lowtide.torch.model import Loss, plan_model
+from lowtide.torch.model import plan_model
+from lowtide.torch.model_loss import Loss
 from lowtide.torch.stand_in import StandIn, plainly, standing_in
 
 Step = Callable[..., Any]
