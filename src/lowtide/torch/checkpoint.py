@@ -79,8 +79,8 @@ def checkpoint(
         determinism_check: "default" compares shape, dtype and device of what autograd saves in both runs; "none" only
             how many there are.
         debug: also remember where the first run saved each tensor, for the message if a rerun differs.
-        early_stop: end the rerun when it has made the last tensor that is needed. One that draws random numbers runs to
-            its end in any case, to see that they are the same.
+        early_stop: end the rerun when it has made the last tensor that is needed, and drawn the last random number of
+            the first run, to see that they are the same.
         preserve_rng_state: draw the same random numbers in the rerun: those of torch, Python and numpy, and of
             generators that the function can reach.
         contexts: functions that make context managers to be entered for reruns. Autocast, default dtype and device and
@@ -268,6 +268,10 @@ class _Call:
             raise
         self.is_lazy = self._surroundings.is_lazy
         self._draws = draws
+        if self.outer is not None and draws is not None:
+            around, before, after = self.outer
+            if around._draws is not None and after > before:
+                around._draws.begin_inner(after, draws)
         begin_meeting(self._surroundings)
         stack.append((self, False))
 
@@ -296,9 +300,9 @@ class _Call:
     def finish(self, drawn: list[Any] | None) -> None:
         """The first run went well: keep what a rerun needs, and no more."""
         assert self._surroundings is not None
-        if self._draws is not None and drawn is not None:
-            self._draws = self._draws.finish(drawn)
         self._count = self.saved_so_far()
+        if self._draws is not None and drawn is not None:
+            self._draws = self._draws.finish(drawn, self._count)
         self._held.settle()
         self._surroundings, hidden = self._surroundings.finish()
         if hidden:
@@ -346,11 +350,11 @@ class _Call:
         if self._surroundings is not None and self._count >= 0:
             self._surroundings.check()
         wanted = self.saved_so_far()
-        stops = self._early_stop and self._draws is None and sys.getprofile() is None
-        whole = self._count >= 0 and not stops
+        stops = self._early_stop and sys.getprofile() is None
+        whole = self._count >= 0 and not (stops and self._draws is None)
         saved: list[torch.Tensor] = []
         versions: list[int] = []
-        pack = self._packing(saved, versions, wanted, whole)
+        pack = self._packing(saved, versions, wanted, whole, self._draws if stops else None)
         try:
             self._run(pack, saved, whole)
             if len(saved) < wanted:
@@ -364,7 +368,7 @@ class _Call:
         saved.clear()  # the rerun's graph holds on to the list, and the tensors on to the graph
 
     def _packing(
-        self, saved: list[torch.Tensor], versions: list[int], wanted: int, whole: bool
+        self, saved: list[torch.Tensor], versions: list[int], wanted: int, whole: bool, draws: Draws | None
     ) -> Callable[[torch.Tensor], int]:
         """The rerun's pack hook.
 
@@ -372,16 +376,19 @@ class _Call:
         is given that. But one without a gradient, like the noise of rrelu, may be scratch space that it is yet
         to fill. Then it asks Python to tell when one of the functions that are running now does something next, calls
         or returns, and ends it there. What runs by itself meanwhile, such as a finalizer, is left alone.
+
+        One that is to be run as a `whole` ends by itself, unless all of its `draws` have been made by then.
         """
         likes, values = self._likes, self._values
         append, note = saved.append, versions.append
         running: set[int] = set()
+        stopping = False
 
         def pack(tensor: torch.Tensor) -> int:
-            nonlocal running
+            nonlocal running, stopping
             number = len(saved)
             if number >= wanted:
-                if whole:
+                if whole and not stopping:
                     raise Differs(number, f"nothing more, after {wanted:,} tensors", in_words(_like(tensor)))
                 return number  # the end of the rerun was taken for an error of the function's own, and caught
             if likes is not None and likes[number] != (tensor.shape, tensor.dtype, tensor.device):
@@ -390,7 +397,8 @@ class _Call:
                 raise Differs(number, values[number][1], value_in_words(tensor))
             append(tensor)
             note(tensor._version)
-            if number + 1 == wanted and not whole:
+            if number + 1 == wanted and (not whole or (draws is not None and draws.are_made())):
+                stopping = True
                 if tensor.requires_grad and (number == 0 or saved[-2].requires_grad):
                     self._ended = True
                     raise _Stop

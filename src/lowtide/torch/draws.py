@@ -2,7 +2,8 @@
 
 Every generator that the function can draw from is read before and after its first run: those of torch, Python and
 numpy that everybody shares, and its own. Of those that moved, the state before is kept, with a hash of the state
-after. A rerun starts from the one and must end at the other.
+after. A rerun starts from the one and must end at the other; having come there, it need not go on to its end. Nor has
+it to draw what only comes after all that is needed of it, where an inner call has seen in which state that was.
 
 Shared generators can be moved by other threads at any time. Functions that are known to draw take turns. Threads that
 draw by themselves take none, and where states agree it may be by chance; so as soon as several threads run
@@ -277,7 +278,10 @@ def _learn(key: int, known: set[int], other: set[int]) -> None:
 class Draws:
     """The draws of one function's first run: make it before the run, `leave` and `finish` after it."""
 
-    __slots__ = ("_alone", "_crowded", "_has_turn", "_key", "_moved", "_own", "_states", "_ticket")
+    __slots__ = (
+        *("_alone", "_crowded", "_has_turn", "_inner", "_key", "_last", "_moved", "_own", "_states", "_stopped"),
+        "_ticket",
+    )
 
     def __init__(self, function: Any) -> None:
         self._key = id(getattr(function, "__code__", function))
@@ -288,6 +292,9 @@ class Draws:
         self._own: list[_Source] = []
         self._states = self._read()
         self._moved: list[tuple[_Source, Any, int]] | None = None  # state before, hash of the state after
+        self._inner: tuple[int, list[Any]] | None = None  # of the latest inner call: see `begin_inner`
+        self._last: list[int] = []  # hashes of states from which on a rerun may be ended
+        self._stopped: list[Any] | None = None  # states in which one was
 
     def follow(self, generator: Any) -> None:
         """Follow this generator too; it has not been drawn from yet."""
@@ -311,19 +318,30 @@ class Draws:
             _traffic.turn.release()
         return states
 
-    def finish(self, now: list[Any]) -> Draws | None:
-        """What a rerun needs; None if nothing was drawn."""
+    def begin_inner(self, saved: int, inner: Draws) -> None:
+        """An inner call begins, whose arguments were the last of so many tensors that were saved."""
+        self._inner = (saved, inner._states[: len(inner._states) - len(inner._own)])
+
+    def finish(self, now: list[Any], saved: int) -> Draws | None:
+        """What a rerun needs, which has to save so many tensors; None if nothing was drawn."""
         if not self._crowded:
             if now == self._states:
                 _learn(self._key, _quiet, _drawing)
                 return None
             _learn(self._key, _drawing, _quiet)
+        last = now
+        if self._inner is not None and self._inner[0] == saved:
+            # The arguments of that call are the last that is needed, and what it draws is its own business.
+            last = [*self._inner[1], *now[len(self._inner[1]) :]]
         # Among several threads one may have put back the very state that another found: then all of it is kept.
-        self._moved = [
-            (source, before, hash(after))
-            for source, before, after in zip(self._sources(), self._states, now, strict=True)
+        moved = [
+            (source, before, after, enough)
+            for source, before, after, enough in zip(self._sources(), self._states, now, last, strict=True)
             if before != after or (self._crowded and source.shared)
         ]
+        self._moved = [(source, before, hash(after)) for source, before, after, _ in moved]
+        self._last = [hash(enough) for _, _, _, enough in moved]
+        self._inner = None
         self._states = []
         return self
 
@@ -334,7 +352,7 @@ class Draws:
     def again(self, *, to_the_end: bool) -> Iterator[None]:
         """Inside, the same numbers are drawn; afterwards generators are where they were.
 
-        A rerun that goes `to_the_end` must end where the first run did.
+        A rerun that goes `to_the_end` must end where the first run did, unless its draws `are_made` before.
         """
         moved = self._moved
         if moved is None:  # the first run is not over yet
@@ -346,8 +364,11 @@ class Draws:
             for source, start, _ in moved:
                 source.write(start)
             yield
-            ends = [source.read() for source, _, _ in moved] if to_the_end else []
+            stopped, ends = self._stopped, []
+            if to_the_end:
+                ends = [source.read() for source, _, _ in moved] if stopped is None else stopped
         finally:
+            self._stopped = None
             for source, state in held:
                 source.write(state)
             crowded = _traffic.leave(ticket, has_turn)
@@ -360,8 +381,16 @@ class Draws:
             # If others have drawn since, they may have done so then, unseen.
             seen_late = not self._alone and _traffic.several()
             disturbed = source.shared and (self._crowded or crowded or seen_late)
-            if disturbed or hash(end) != expected:
+            if disturbed or (stopped is None and hash(end) != expected):
                 raise OtherDrawsError(source.name, disturbed)
+
+    def are_made(self) -> bool:
+        """Inside `again`: whether a rerun that has all it needs has drawn the same too, and so may be ended."""
+        states = [source.read() for source, _, _ in self._moved or ()]
+        if list(map(hash, states)) != self._last:
+            return False
+        self._stopped = states
+        return True
 
 
 class OtherDrawsError(CheckpointError):

@@ -176,7 +176,9 @@ class Reach:
                 self.find(part, label, names)
         elif kind is types.MethodType:
             own = frozenset({thing.__name__})
-            self.find(thing.__self__, label, own if names is None else names | own)
+            # A module of which `forward` is called is called itself, without its hooks.
+            calls = names is None and thing.__name__ == "forward" and isinstance(thing.__self__, nn.Module)
+            self.find(thing.__self__, label, None if calls else own if names is None else names | own)
             self.find(thing.__func__, label, names)
         elif kind is types.BuiltinFunctionType:
             self.find(thing.__self__, label, names)  # `history.append`; a module's functions have the module here
@@ -250,7 +252,8 @@ class _Code:
     def _read(cls, code: types.CodeType) -> _Code:
         loads: dict[str, None] = {}
         stores: dict[str, None] = {}
-        names = set(code.co_names)
+        # A string may be a name too, as in `getattr(self, "head")`.
+        names = {*code.co_names, *(text for text in code.co_consts if type(text) is str and text.isidentifier())}
         for line in dis.get_instructions(code):
             if line.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 loads[line.argval] = None
@@ -294,26 +297,49 @@ def _methods(
 ) -> tuple[tuple[types.FunctionType, ...], frozenset[str] | None]:
     """Methods that code with these names can call, and those they call, and all names in them.
 
-    Without names it is the object itself that is called.
+    Without names it is the object itself that is called. Torch's own methods are not among them, but the names are:
+    attention, for one, reads the weights of a layer that it does not call.
     """
-    found: dict[str, types.FunctionType] = {}
+    found: dict[types.FunctionType, frozenset[str]] = {}
     pending = [called, *(names or ())]
+    seen = set(pending)
     while pending:
         name = pending.pop()
         for owner in kind.__mro__:
             method = owner.__dict__.get(name)
-            if method is not None and name not in found:
-                if type(method) is types.FunctionType and not is_foreign(method.__module__):
-                    found[name] = method
-                    pending += _Code.of(method.__code__).names
+            if type(method) is types.FunctionType and owner is not nn.Module:
+                found[method] = inside = _Code.of(method.__code__).names
+                pending += inside - seen
+                seen |= inside
+                if "super" in inside:
+                    continue
+            if method is not None:
                 break
-    inside = frozenset().union(*(_Code.of(method.__code__).names for method in found.values()))
-    return tuple(found.values()), None if names is None else names | inside
+    own = tuple(method for method in found if not is_foreign(method.__module__))
+    return own, None if names is None else names.union(*found.values())
 
 
 def has_method(kind: type, names: frozenset[str]) -> bool:
     """Whether code with these names can call a method of the class, other than by calling its instance."""
     return bool(_methods(kind, names, "")[0])
+
+
+def names_in(kind: type, names: frozenset[str]) -> frozenset[str]:
+    """The names with those in the methods of the class that code with them can call."""
+    return _methods(kind, names, "")[1] or names
+
+
+def names_for(function: Any) -> frozenset[str] | None:
+    """The names in a function's code, for what it is given; None if it may be taken to call that."""
+    while type(function) is functools.partial:
+        function = function.func
+    if type(function) is types.MethodType:
+        function = function.__func__
+    if type(function) is not types.FunctionType:
+        return frozenset()
+    if is_foreign(function.__module__) or function.__name__ == "forward":
+        return None
+    return _Code.of(function.__code__).names
 
 
 @dataclass(frozen=True, slots=True, eq=False)

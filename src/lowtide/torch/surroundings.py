@@ -2,9 +2,10 @@
 
 Before the first run everything within reach (`reach.py`) is noted: the dictionaries of modules and objects, the
 variables that functions close over, small containers, the versions of tensors, and copies of those that may be changed
-in place. Modules are met when they are called as well. A rerun finds all of it as it was then, and afterwards it is
-put back as it was before the rerun: so buffers and attributes change once, and a module that was switched to eval in
-between runs as it ran. A tensor that was changed in place since, and of which there is no copy, is refused.
+in place. Modules are met when they are called as well, and then all that is inside them is noted, since it may be read
+without being called. A rerun finds all of it as it was then, and afterwards it is put back as it was before the rerun:
+so buffers and attributes change once, and a module that was switched to eval in between, or had parameters of
+`functional_call`, runs as it ran. A tensor that was changed in place since, and of which there is no copy, is refused.
 
 It has to be quick, since it is done at every call: dictionaries are compared by the identity of their values, and what
 modules without state look like is remembered.
@@ -24,6 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_modules
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.notes import (
@@ -40,7 +42,7 @@ from lowtide.torch.notes import (
     may_be_copied,
     same_entries,
 )
-from lowtide.torch.reach import ATOMS, Entry, Member, Reach, Slot, Variable, has_method
+from lowtide.torch.reach import ATOMS, Entry, Member, Reach, Slot, Variable, has_method, names_for, names_in
 from lowtide.torch.slots import MODULE_INTERNALS
 
 _ANY = float("inf")
@@ -49,7 +51,8 @@ _MOST_ENTRIES = 1000
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OBJECTS = (*_HOOKS, "_modules", "_backward_hooks", "_backward_pre_hooks")
 _NOTHING: set[int] = set()
-_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # cannot be called
+_HOLDERS = (*_LISTS, nn.Sequential)
 
 
 class _Known:
@@ -78,7 +81,7 @@ def _known_of(module: nn.Module) -> _Known:
 class Surroundings(Reach):
     """Notes of one call. Make it, `find_call`, run between `begin_meeting` and `end_meeting`, `finish`."""
 
-    __slots__ = ("_hooked", "_notes", "_roots", "follow", "is_lazy", "meets")
+    __slots__ = ("_hooked", "_notes", "_partly", "_roots", "follow", "is_lazy", "meets")
 
     def __init__(self, follow: Callable[[Any], None]) -> None:
         super().__init__()
@@ -88,6 +91,7 @@ class Surroundings(Reach):
         self.meets = False
         self._hooked = False
         self._notes: list[Note] = []
+        self._partly: set[int] = set()  # modules of which only the parts that the code names are noted
         self._roots: list[tuple[str, nn.Module | Slot]] = []  # by the names that messages give them
 
     # --- noting
@@ -98,35 +102,56 @@ class Surroundings(Reach):
             notes.find(function)
             for argument in arguments:
                 if type(argument) not in ATOMS:
-                    notes.find(argument, "an argument", frozenset())
+                    notes.find(argument, "an argument", names_for(function))
+
+    def meet(self, module: nn.Module) -> None:
+        """A module is about to be called."""
+        if id(module) in self._partly:
+            self._find_in_methods(type(module), None, "forward")
+            self._take_part(module, None)
+        else:
+            self.find(module)
 
     def on_module(self, module: nn.Module, label: str, names: frozenset[str] | None) -> None:
-        """See `Reach`. What is called takes part with all that is inside; of others, the parts that the code names."""
+        """See `Reach`."""
         self.meets |= names is not None
         self._roots.append((label, module))
-        pending = [module]
+        self._take_part(module, names)
+
+    def _take_part(self, module: nn.Module, names: frozenset[str] | None) -> None:
+        """What is called takes part with all that is inside, called or only read; of others, what the code names."""
+        pending = [(module, names)]
         while pending:
-            module = pending.pop()
-            if isinstance(module, torch.jit.ScriptModule):  # has no dictionaries of Python's
-                self._notes.append(VersionsNote(list(module.parameters())))
-                for buffer in module.buffers():
-                    self._note_tensor(buffer, _ANY)
+            module, names = pending.pop()
+            if id(module) not in self._partly:
+                self._note_anyhow(module)
+            if isinstance(module, torch.jit.ScriptModule):
                 continue
-            # A lazy one becomes another module in its first run, and that is what the rerun has to see.
-            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-                self.is_lazy = True
-            else:
-                self._note_module(module)
-            for name, child in module._modules.items():
-                if child is None or id(child) in self._seen:
-                    continue
-                # Of a list of modules, those that are called are met; those of which a method is called are not.
-                parts = child._modules.values() if names is not None and isinstance(child, _HOLDERS) else (child,)
-                for part in parts:
-                    if names is None or (name in names and (part is child or has_method(type(part), names))):
+            if names is None:
+                self._partly.discard(id(module))
+                for child in module._modules.values():
+                    if child is not None and (id(child) not in self._seen or id(child) in self._partly):
+                        self._seen.add(id(child))
+                        self._find_in_methods(type(child), None, "forward")
+                        pending.append((child, None))
+            elif module._modules:
+                self._partly.add(id(module))
+                for part in _named_parts(module, names):
+                    if id(part) not in self._seen:
                         self._seen.add(id(part))
                         self._find_in_methods(type(part), names, "forward")
-                        pending.append(part)
+                        pending.append((part, names_in(type(part), names)))
+
+    def _note_anyhow(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):  # has no dictionaries of Python's
+            self._notes.append(VersionsNote(list(module.parameters())))
+            for buffer in module.buffers():
+                self._note_tensor(buffer, _ANY)
+        # A lazy one becomes another module in its first run, and that is what the rerun has to see.
+        elif isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            self.is_lazy = True
+        else:
+            self._note_module(module)
 
     def _note_module(self, module: nn.Module) -> None:
         known, attributes = _known_of(module), module.__dict__
@@ -154,6 +179,11 @@ class Surroundings(Reach):
         for name in _HOOKS:
             for hook in attributes[name].values():
                 self.find(hook)
+        if "parametrizations" in module._modules and id(parametrize) not in self._seen:
+            self._seen.add(id(parametrize))  # inside `parametrize.cached` it has weights that were made before
+            for name in ("_cache_enabled", "_cache"):
+                self.on_global(Entry(vars(parametrize), name, name, in_module=False))
+            self._notes.append(MappingNote(parametrize._cache))
 
     def _note_tensor(self, tensor: torch.Tensor, most: float, steady: tuple[set[str], str] | None = None) -> None:
         if may_be_copied(tensor, most):
@@ -212,7 +242,7 @@ class Surroundings(Reach):
 
         Those are the ones that were taken out of their places: nobody else may hold them any more.
         """
-        self._seen = _NOTHING
+        self._seen = self._partly = _NOTHING
         self.follow = _ignore
         held: list[torch.Tensor] = []
         self._notes = [kept for note in self._notes if (kept := note.settled(held)) is not None]
@@ -266,6 +296,23 @@ class Surroundings(Reach):
                 note.undo(now)
 
 
+def _named_parts(module: nn.Module, names: frozenset[str]) -> Iterator[nn.Module]:
+    """Submodules that code with these names may get at without calling them."""
+    in_holder = isinstance(module, _HOLDERS)
+    for name, child in module._modules.items():
+        if child is None or not (in_holder or name in names):
+            continue
+        if isinstance(child, _LISTS if in_holder else _HOLDERS):
+            yield from _named_parts(child, names)
+        # Of a list of modules, those that are called are met; those of which a method is called are not.
+        elif (
+            name in names
+            or has_method(type(child), names)
+            or not (names.isdisjoint(child._parameters) and names.isdisjoint(child._buffers))
+        ):
+            yield child
+
+
 def _ignore(_: Any) -> None:
     """A generator that is met when nobody follows any more."""
 
@@ -285,7 +332,7 @@ def _meet(module: nn.Module, _: Any) -> None:
     if torch.compiler.is_compiling():  # pragma: no cover  (it is traced, not run)
         return  # what is inside a compiled module was noted with it
     for notes in _meeting.notes:
-        notes.find(module)
+        notes.meet(module)
 
 
 def _hook(change: int) -> None:
