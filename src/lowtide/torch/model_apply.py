@@ -20,6 +20,7 @@ from lowtide.torch.model_forms import Form, Way
 from lowtide.torch.stand_in import StandIn, plainly, standing_in, stands_in
 
 ROOT = "."  # the name of a block that is the whole model
+OUTSIDE = "("  # how names of what happens outside blocks begin
 
 
 class PlannedForward(StandIn):
@@ -101,7 +102,7 @@ def ways_of(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, Way]]:
     ways = []
     for k, option in enumerate(plan.schedule.options):
         name = plan.chain.names[k]
-        if not name.startswith("("):
+        if not name.startswith(OUTSIDE):
             block = _submodule(model, "" if name == ROOT else name)
             for path, way in Form.parse(plan.chain[k].menu[option].name).ways:
                 ways.append((_submodule(block, path), way))

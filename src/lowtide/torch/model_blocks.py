@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.torch.layer_groups import Dropped, unpack_dropped
 from lowtide.torch.measure import watching
-from lowtide.torch.model_apply import ROOT
+from lowtide.torch.model_apply import OUTSIDE, ROOT
 from lowtide.torch.stand_in import StandIn, plainly, standing_in
 from lowtide.torch.storages import Log, tensors_of
 
@@ -210,9 +210,10 @@ class Survey:
                 yield from self._below(child, classes)
 
     def _fits(self, call: Call) -> bool:
-        """Whether the module is called once, and its tape is worth a decision."""
+        """Whether the module is called once, its tape is worth a decision, and its name is that of no outside part."""
         is_large = call.tape > _WORTHWHILE * self.tape
-        return self._counts[call.module] == 1 and is_large and not call.is_overwritten
+        fits = self._counts[call.module] == 1 and is_large and not call.is_overwritten
+        return fits and not call.path.startswith(OUTSIDE)
 
     def _is_entry(self, call: Call) -> bool:
         parent, _, _ = call.path.rpartition(".")
@@ -266,6 +267,9 @@ class Survey:
         return tuple(child.path[start:] for child in inner.inside if child in worth)
 
     def _note_left_out(self) -> None:
+        outside = [call.path for call in self._root.below() if call.path.startswith(OUTSIDE)]
+        if outside:
+            self.notes.append(f"of names that begin with {OUTSIDE!r}, and so left as they are: {few(outside)}")
         overwritten = [call.path for call in self._root.below() if call.is_overwritten]
         if overwritten:
             self.notes.append(f"given what is changed in place afterwards, and so left as they are: {few(overwritten)}")

@@ -67,6 +67,7 @@ class BlockCall:
     def given(self) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
         """Inside, the block may change what it keeps; gives it, and arguments."""
         module = self.block.call.module
+        torch.clear_autocast_cache()  # what another form has cast is not there for this one
         with nullcontext() if self._on_paper else left_as_it_was([module]), torch.enable_grad():
             yield module, *self.arguments()
 
