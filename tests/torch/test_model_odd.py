@@ -40,9 +40,11 @@ def test_the_peak_is_kept_and_the_bits_are_the_plain_ones(name: str) -> None:
     for seed in range(3):
         expected.append(train(plain, seed=seed))
         descend(plain)
+    torch.manual_seed(0)  # some go another way for other values
     least = odd(name).least()
     for peak in (least, max(least, (least + expected[0].peak) // 2)):
         made = odd(name)
+        torch.manual_seed(0)
         plan = made.plan(peak)
         assert plan.bill.peak_memory <= peak
         lt.apply(plan, made.module)
@@ -79,7 +81,6 @@ def test_the_peak_is_kept_and_the_bits_are_the_plain_ones(name: str) -> None:
     ],
 )
 def test_what_was_not_planned_is_said(name: str, notes: list[str]) -> None:
-    torch.manual_seed(0)  # some go another way for other values
     plan = odd(name).plan("1GB")
     said = [note for note in schedule_of(plan).notes if not note.startswith("a step that was run as planned took")]
     assert said == notes
@@ -112,7 +113,6 @@ def test_blocks_that_are_given_what_is_written_over_are_left_as_they_are() -> No
     ],
 )
 def test_blocks_are_found_in_the_order_of_their_calls(name: str, blocks: list[str]) -> None:
-    torch.manual_seed(0)  # some go another way for other values
     assert list(decisions(odd(name).plan("1GB"))) == blocks
 
 
