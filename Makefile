@@ -55,7 +55,7 @@ clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) demo-output docs/_build docs/_generated .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 $(INSTALLED): pyproject.toml constraints.txt tests/partners.txt
-	@echo "setting up $(VENV) (a minute or two the first time)"
+	@echo "setting up $(VENV) (some minutes the first time)"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lowtide needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --editable ".[all]"

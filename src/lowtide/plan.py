@@ -100,17 +100,22 @@ class Receipt:
             else:
                 keep_whole(self, field.name, least=0, most=MOST_TOTAL)
 
-    def __str__(self) -> str:
-        runs = f"{self.plain_runs:,} plain, {self.taping_runs:,} taping, {self.backward_runs:,} backward"
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """The receipt, as (label, text) pairs. Runs are told where some were counted: a whole model's are not."""
+        runs = []
+        if self.plain_runs or self.taping_runs or self.backward_runs or self.probe_runs:
+            runs += [f"{self.plain_runs:,} plain, {self.taping_runs:,} taping, {self.backward_runs:,} backward"]
+            runs += [f"{self.probe_runs:,} to measure"]
+        if self.kept_whole:
+            runs.append(f"{self.kept_whole:,} lean calls kept their whole tape")
+        if runs:
+            yield "runs", ", ".join(runs)
         held = f" ({format_size(self.held)} of it results and gradients)" if self.held else ""
-        whole = f", {self.kept_whole:,} lean calls kept their whole tape" if self.kept_whole else ""
-        return "\n".join(
-            [
-                f"runs    {runs}, {self.probe_runs:,} to measure{whole}",
-                f"peak    {format_size(self.peak_memory)} of memory{held}, {format_size(self.peak_disk)} of disk",
-                f"time    {self.seconds:,.3g} s",
-            ]
-        )
+        yield "peak", f"{format_size(self.peak_memory)} of memory{held}, {format_size(self.peak_disk)} of disk"
+        yield "time", f"{self.seconds:,.3g} s"
+
+    def __str__(self) -> str:
+        return "\n".join(f"{label:<8}{text}" for label, text in self.lines())
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
@@ -257,7 +262,7 @@ class Plan:
 
     @property
     def time_factor(self) -> float:
-        """Predicted time as a multiple of the plain loop's."""
+        """Predicted time as a multiple of the plain loop's, or of the time that a whole model's chain has."""
         plain = self.chain.plain_seconds
         return self.bill.seconds / plain if plain else 1.0
 

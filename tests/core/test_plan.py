@@ -161,6 +161,10 @@ def test_receipts() -> None:
     assert str(receipt) == (
         "runs    10 plain, 5 taping, 5 backward, 1 to measure\npeak    2 KiB of memory, 0 B of disk\ntime    0.25 s"
     )
+    assert str(Receipt(peak_memory=2048, kept_whole=3)) == (
+        "runs    3 lean calls kept their whole tape\npeak    2 KiB of memory, 0 B of disk\ntime    0 s"
+    )
+    assert [label for label, _ in Receipt(peak_memory=2048).lines()] == ["peak", "time"]
     with pytest.raises(InputError, match="lacks receipt"):
         Receipt.from_json('{"lowtide": 1}')
     with pytest.raises(InputError, match=r"does not have the form.*colour"):

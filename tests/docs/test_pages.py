@@ -18,7 +18,14 @@ from tests.docs.pages import DOCS, ROOT, Reader, blocks, matches, name_of, pages
 
 PAGES = {name_of(page): page for page in pages()}
 # Every public function whose arguments the page of knobs lists; those of packages come from their `__all__`.
-PACKAGES = ("lowtide.torch", "lowtide.jax", "lowtide.brainstate", "lowtide.report")
+PACKAGES = (
+    "lowtide.torch",
+    "lowtide.transformers",
+    "lowtide.lightning",
+    "lowtide.jax",
+    "lowtide.brainstate",
+    "lowtide.report",
+)
 MORE = (
     "lowtide.StepCost",
     "lowtide.TapeOption",
@@ -30,7 +37,7 @@ MORE = (
     *(f"lowtide.torch.spiking.{name}" for name in ("ReluGrad", "Sigmoid", "ATan", "Triangle", "SuperSpike")),
 )
 # What is given, never called.
-RESULTS = {"Comparison", "LeanPoint", "Recording", "Story", "View", "tell"}
+RESULTS = {"A100", "Batch", "Comparison", "H100", "LeanPoint", "RTX4090", "Recording", "Story", "View", "tell"}
 
 
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if list(told(page))])

@@ -15,7 +15,7 @@ from rich.console import Console
 from lowtide import BudgetError, Chain, Plan, Receipt, StepCost, TapeOption, Working
 from lowtide.plan import Knob
 from lowtide.planners import block_words
-from lowtide.planners.block_words import format_time, kinds, rows, worst_moment
+from lowtide.planners.block_words import format_time, is_block, kinds, rows, worst_moment
 from lowtide.planners.blocks import Blocks, block_frontier, for_peak, least_peak, to_ask
 from lowtide.report import Mark, figure, show, tell
 from lowtide.report.picture import MODEL_PARTS, layers_of
@@ -55,7 +55,7 @@ def test_the_plan_tells_its_blocks() -> None:
     assert lines[3] == f"peak      {format_size(peak)} predicted, {peak / asked:.1%} of the one asked for"
     assert lines[4].startswith("worst     in ")
     extra = PLAN.bill.seconds - PLAN.chain.plain_seconds
-    assert lines[5] == f"time      {format_time(extra)} extra: {PLAN.time_factor:.3f}x the plain step, predicted"
+    assert lines[5] == f"time      {format_time(extra)} extra: {PLAN.time_factor:.3f}x the plain step's time, predicted"
     assert lines[7].startswith(f"frontier  {len(PLAN.frontier)} choices, from ")
     assert lines[8] == "planner   blocks"
     assert [line[10:] for line in lines if line.startswith("note ")] == list(SCHEDULE.notes)
@@ -241,7 +241,7 @@ def test_measured_beside_predicted() -> None:
         "inputs and buffers."
     )
     assert [(mark.name, mark.peak) for mark in story.measured] == [("measured", measured), ("by hand", 2 * 2**30)]
-    assert story.measured[0].time_factor == PLAN.time_factor
+    assert [mark.is_timed for mark in story.measured] == [False, True]
     assert max(story.curve) == HELD + max(receipt.curve)
     above = tell(PLAN, measured_model(PLAN, 1.2))
     assert above.is_measured_above
@@ -260,7 +260,9 @@ def test_the_terminal(width: int, encoding: str) -> None:
     text = printed(PLAN, measured_model(PLAN), width, encoding)
     assert max(len(line) for line in text.splitlines()) <= width
     words = " ".join(text.split())
-    assert "What each peak buys" in words
+    assert "What each peak buys; time over the plain step's" in words
+    assert "run's peak" in text
+    assert "run's runs" not in text  # a model's receipt counts none
     assert "every block rerun" in words
     assert "Schedule" not in text
     assert "most measured without results and gradients: " in words
@@ -268,6 +270,22 @@ def test_the_terminal(width: int, encoding: str) -> None:
         assert name in words
     assert "transformer.h.11" in text
     assert "lt.auto_checkpoint(model, *inputs, peak=" in words
+
+
+def test_the_terminal_shows_of_a_measurement_what_was_measured() -> None:
+    receipt = measured_model(PLAN)
+    measured = next(line for line in printed(PLAN, receipt, 120).splitlines() if line.startswith("  measured"))
+    peak = HELD + receipt.peak_memory
+    share = f"{100 * peak / PLAN.frontier[0].peak:.3g}%"
+    assert measured.split() == ["measured", *format_size(peak).split(), share]
+
+
+def test_times_are_the_blocks_where_nothing_else_has_one() -> None:
+    free = [dataclasses.replace(step, forward=0.0, backward=0.0) for step in PLAN.chain.steps]
+    steps = [step if is_block(PLAN.chain, k) else free[k] for k, step in enumerate(PLAN.chain.steps)]
+    plan = Plan.make(dataclasses.replace(PLAN.chain, steps=tuple(steps)), PLAN.knob, SCHEDULE)
+    assert f"{plan.time_factor:.3f}x the plain blocks' time, predicted" in str(plan)
+    assert "time over the plain blocks'" in printed(plan, width=120)
 
 
 def test_the_terminal_marks_the_plan_among_the_choices() -> None:
@@ -331,6 +349,9 @@ def test_the_layers_of_a_moment_are_what_it_holds() -> None:
         assert parts[:3] == (PARAMETERS, OPTIMIZER, INPUTS)
         assert sum(parts) == moment.total
     assert sum(layers_of(PLAN, story.view.timeline.worst)) == PLAN.bill.peak_memory
+    told = {moment.what for moment in story.view.timeline.memory}
+    assert {"in the loss", "in the optimizer step", "outside the blocks, before the first"} <= told
+    assert {f"in the {way} of transformer.h.3" for way in ("forward", "backward")} <= told
     bare = story.view.timeline.worst._replace(working=5)
     assert layers_of(PLAN, bare)[:3] == (PARAMETERS, OPTIMIZER, INPUTS)
 
@@ -339,6 +360,9 @@ def test_the_figure(tmp_path: Path) -> None:
     made = figure(PLAN, measured_model(PLAN), tmp_path / "model.png")
     frontier, _, memory = made.axes
     assert frontier.get_title(loc="left") == "What each peak buys"
+    assert frontier.get_ylabel() == "time / plain step's"
+    shown = [text.get_text() for text in frontier.get_legend().get_texts()]  # type: ignore[union-attr]
+    assert "measured: bytes alone" in shown
     labels = [text.get_text().replace("\n", " ") for text in memory.get_legend().get_texts()]  # type: ignore[union-attr]
     assert any(label.startswith("asked for ") for label in labels)
     assert not any("in no budget" in label for label in labels)

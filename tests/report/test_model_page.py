@@ -85,7 +85,8 @@ def check(seen: Visit, plan: Plan, asked: str) -> None:
     }
     assert table(seen) == written(plan)
     cause = seen.text("cause")
-    assert f"The peak of {format_size(peak)} is reached while " in cause
+    assert cause.startswith(f"The peak of {format_size(peak)} is reached ")
+    assert worst.where.removeprefix("in ") in cause
     for name, size in worst.parts:
         if name in ("parameters", "optimizer state", "inputs and buffers", "tapes"):
             assert f"{name} {format_size(size)}" in cause
@@ -174,6 +175,12 @@ def test_measured_beside_predicted(browser: Browser, model: Path) -> None:
         assert seen.text("measured") == format_size(HELD + receipt.peak_memory)
         assert "1.0% less than predicted" in seen.page.locator("#verdict").inner_text()
         assert seen.find("warning").count() == 0
+        bill = seen.page.locator("#verdict .bill").last.inner_text()
+        assert "RECEIPT" in bill.upper()
+        assert "taping" not in bill  # a model's receipt counts no runs
+        mark = seen.page.locator("#marks li").last
+        assert mark.locator(".figures").inner_text() == format_size(HELD + receipt.peak_memory)  # and no time
+        assert "bytes alone" in mark.inner_text()
         assert seen.find("curve").get_attribute("class") == "curve"
         seen.show(0)
         assert seen.find("curve").get_attribute("class") == "curve dim"

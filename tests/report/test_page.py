@@ -320,10 +320,10 @@ def test_times_are_multiples_of_the_plain_run_in_whatever_unit_the_chain_counts(
         with visit(browser, write(plan, path=folder / "unit.html", points=0)) as seen:
             for name in ("schedule", "memory"):
                 texts = seen.page.locator(f"svg.{name} .axes text").all_text_contents()
-                assert "predicted time, as a multiple of the plain run" in texts
+                assert "predicted time, as a multiple of the plain loop's" in texts
                 assert {"0x", "0.2x", "1x"} <= set(texts)
                 told = seen.page.locator(f"svg.{name}").get_attribute("aria-label") or ""
-                assert f"{plan.time_factor:.3g}x the plain run's time" in told
+                assert f"{plan.time_factor:.3g}x the plain loop's time" in told
 
 
 def test_a_chain_that_takes_no_time_is_told_in_shares(browser: Browser, folder: Path) -> None:

@@ -266,7 +266,8 @@ def test_a_receipt_is_measured_beyond_what_is_held_anyway() -> None:
     assert over.verdict == "Fits: a predicted peak of 19.5 KiB, with a budget of 19.53 KiB."
     assert over.measuring.startswith("Measured: 29.3 KiB at most. That is above the budget though less was predicted")
     assert tell(plan, points=0).measuring == ""
-    assert over.measured[0].time_factor == plan.time_factor  # no runs were counted
+    assert over.measured[0].time_factor == plan.time_factor
+    assert not over.measured[0].is_timed  # no runs were counted
     assert tell(plan, Receipt(), points=0).measured == ()
     assert measured_peak(plan, None) is None
 
@@ -288,8 +289,8 @@ def test_many_rounds_of_training_in_one_receipt_are_one_point(times: int, backwa
 def test_half_a_round_has_no_time(backward: int) -> None:
     plan = choose(ROLLOUT, 20_000)
     (mark,) = tell(plan, Receipt(50, 400, backward, peak_memory=20_000), points=0).measured
-    assert mark.time_factor == plan.time_factor
-    assert mark.note == "bytes as measured, time as predicted"
+    assert (mark.time_factor, mark.is_timed) == (plan.time_factor, False)
+    assert mark.note == "bytes alone; drawn at the predicted time"
 
 
 def test_a_plan_whose_prediction_is_over_its_budget_does_not_fit() -> None:

@@ -383,3 +383,25 @@ def test_names_that_look_like_outside_parts_are_left_alone() -> None:
         "of names that begin with '(', and so left as they are: (loss), (second",
         AS_IT_IS,
     )
+
+
+class _Spaced(nn.Module):
+    """Children whose names have the signs that stand between names in a form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("go up; then", Mlp())
+        self.add_module("go: down", Mlp())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One after the other."""
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+def test_children_whose_names_cannot_be_told_apart_have_no_form_of_their_own() -> None:
+    made = row_of(_Spaced)
+    plan = made.plan(made.least())
+    assert set(decisions(plan)) == {"blocks.0", "blocks.1", "blocks.2"}
+    assert not any("go" in entry.name for entry in plan.chain[0].menu)

@@ -181,6 +181,12 @@ def kind(decision: str) -> str:
     return {"keep": "kept", "nest": "nested"}.get(first, first)
 
 
+def plain_of(chain: Chain) -> str:
+    """Whose time the chain's is: some front ends time the blocks alone, others the whole step."""
+    is_whole = any(chain[k].forward + chain[k].backward for k in range(len(chain)) if not is_block(chain, k))
+    return "plain step's" if is_whole else "plain blocks'"
+
+
 def title(chain: Chain) -> str:
     """The model in a few words."""
     blocks = blocks_in(chain)
@@ -201,7 +207,7 @@ def lines(plan: Plan, schedule: Blocks) -> Iterator[tuple[str, str]]:
     yield "peak", f"{format_size(peak)} predicted{share}"
     yield "worst", str(worst_moment(chain, schedule))
     extra = plan.bill.seconds - chain.plain_seconds
-    factor = f"{plan.time_factor:.3f}x the plain blocks' time"
+    factor = f"{plan.time_factor:.3f}x the {plain_of(chain)} time"
     yield "time", f"{format_time(extra, schedule.unit)} extra: {factor}, predicted"
     chosen = [decision(chain, k, schedule.options[k]) for k in blocks_in(chain)]
     yield "blocks", kinds(chosen) or "none"

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.gridspec import GridSpec
 
     from lowtide.plan import Plan
+    from lowtide.report.peers import Mark
     from lowtide.report.story import Story
     from lowtide.report.timeline import Raster
 
@@ -223,7 +224,7 @@ def _factor_axis(axes: Axes, factors: list[float], marked: list[float]) -> None:
 def _marks(axes: Axes, story: Story) -> None:
     """The points of the usual tools (hollow) and of measurements (filled, in green); those without a name are dots."""
     marks = [(mark, mark.name, _PEER, "none") for mark in story.peers]
-    marks += [(mark, measured_name(mark), _MEASURED, _MEASURED) for mark in story.measured]
+    marks += [(mark, _measured_name(mark), _MEASURED, _MEASURED) for mark in story.measured]
     for place, (mark, name, colour, fill) in enumerate(marks):
         named = place < _MOST_MARKS
         axes.plot(
@@ -240,6 +241,11 @@ def _marks(axes: Axes, story: Story) -> None:
         )
     if len(marks) > _MOST_MARKS:
         axes.plot([], [], ".", color=_MEASURED, ms=6, label=f"and {len(marks) - _MOST_MARKS:,} more")
+
+
+def _measured_name(mark: Mark) -> str:
+    """Its name in the legend, which says where its height is not its own."""
+    return measured_name(mark) + ("" if mark.is_timed else ": bytes alone")
 
 
 def _draw_runs(axes: Axes, story: Story, span: float) -> None:
@@ -321,7 +327,7 @@ def _name_steps(axes: Axes, plan: Plan) -> None:
 
 
 def _span(plan: Plan) -> float:
-    """The length of the time axis: in plain loops, where these take time."""
+    """The length of the time axis: a multiple of the plain one, where that takes time."""
     return plan.time_factor
 
 

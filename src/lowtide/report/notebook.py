@@ -90,7 +90,7 @@ def _blocks(plan: Plan, rows: list[BlockRow]) -> str:
 
 
 def _receipt_parts(receipt: Receipt) -> Iterator[str]:
-    yield _table((line[:8].strip(), line[8:]) for line in str(receipt).splitlines())
+    yield _table(receipt.lines())
     if receipt.curve:
         top, count = max(max(receipt.curve), 1), len(receipt.curve)
         points = [(_LEFT + _WIDE * place / count, _level(size, top)) for place, size in enumerate(receipt.curve)]

@@ -20,12 +20,16 @@ SNAPSHOTS = 10  # of the binomial schedule that is drawn
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point beside the frontier: bytes at the worst moment, and time as a multiple of the plain run's."""
+    """A point beside the frontier: bytes at the worst moment, and time as a multiple of the plain run's.
+
+    Where the time is not its own, `is_timed` is False: it is drawn there, and no time is told.
+    """
 
     name: str
     peak: int
     time_factor: float
     note: str = ""
+    is_timed: bool = True
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and isinstance(self.note, str)):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import ceil
 
 import numpy as np
@@ -12,6 +13,8 @@ import numpy as np
 from lowtide.actions import Action, Advance, Backward, Tape, Tier
 from lowtide.chain import Chain
 from lowtide.plan import Plan
+from lowtide.planners.block_words import is_block, where
+from lowtide.planners.blocks import Blocks
 from lowtide.report.timeline import Kind, Moment, Raster, Run, Stored, Tally, Timeline
 from lowtide.simulate import Ledger
 
@@ -21,13 +24,16 @@ SHARES = 400
 LEAST_SECONDS = 1e-200  # in all; less is no time, and cannot be divided
 MOST_STRETCHES = 60  # told one by one
 
+_Told = Callable[[str, int, int], str]  # what runs, from which step to which, in words
+
 
 def played(plan: Plan) -> Timeline:
     """Play the plan, which `lowtide.simulate` judges on the way."""
     bill = plan.bill
     is_short = bill.plain_runs + bill.taping_runs + bill.backward_runs <= MOST_RUNS
     clock = _Clock(plan)
-    player = _RunByRun(plan.chain, clock) if is_short else _Aggregated(plan.chain, clock)
+    told = partial(_words_of_model if isinstance(plan.schedule, Blocks) else _words, plan.chain)
+    player = (_RunByRun if is_short else _Aggregated)(plan.chain, clock, told)
     ledger = Ledger(plan.chain, plan.schedule.disk, player)
     most = {kind: 1 if is_short else clock.steps_in(clock.total / SHARES, kind) for kind in (Advance, Tape, Backward)}
     for action in plan.actions():
@@ -109,24 +115,29 @@ class _Memory:
                 self._most[share] = total
                 self._parts[share], self._doing[share] = parts, doing
 
-    def moments(self, chain: Chain) -> tuple[tuple[Moment, ...], Moment]:
+    def moments(self, told: _Told) -> tuple[tuple[Moment, ...], Moment]:
         """All shares of time, those that hold the same joined, and the worst moment."""
         found: list[Moment] = []
         for share in range(SHARES):
-            moment = self._moment(share, self._parts[share], self._doing[share], chain)
+            moment = self._moment(share, self._parts[share], self._doing[share], told)
             if found and (self._most[share] < 0 or found[-1][2:] == moment[2:]):  # nothing began in it: as before
                 found[-1] = found[-1]._replace(stop=moment.stop)
             else:
                 found.append(moment)
-        return tuple(found), self._moment(*self._worst, chain)
+        return tuple(found), self._moment(*self._worst, told)
 
-    def _moment(
-        self, share: int, parts: tuple[int, int, int, int], doing: tuple[str, int, int], chain: Chain
-    ) -> Moment:
-        return Moment(share * self._share, (share + 1) * self._share, *parts, _words(*doing, chain))
+    def _moment(self, share: int, parts: tuple[int, int, int, int], doing: tuple[str, int, int], told: _Told) -> Moment:
+        return Moment(share * self._share, (share + 1) * self._share, *parts, told(*doing))
 
 
-def _words(verb: str, start: int, stop: int, chain: Chain) -> str:
+def _words_of_model(chain: Chain, verb: str, start: int, _stop: int) -> str:
+    """A moment of a training step. Of equal blocks that are played together, the first is told."""
+    if not is_block(chain, start):
+        return where(chain, start)
+    return f"in the {'forward' if verb == 'taping' else 'backward'} of {chain.name(start)}"
+
+
+def _words(chain: Chain, verb: str, start: int, stop: int) -> str:
     if verb == "storing":
         return f"storing state {start:,}"
     if stop - start == 1:
@@ -164,8 +175,8 @@ class _Counts:
 class _Player(ABC):
     """A watcher that keeps the time; what becomes of runs and snapshots is its subclasses' business."""
 
-    def __init__(self, chain: Chain, clock: _Clock) -> None:
-        self._chain, self._clock = chain, clock
+    def __init__(self, chain: Chain, clock: _Clock, told: _Told) -> None:
+        self._clock, self._told = clock, told
         self._now = self._began = 0.0
         self._reached = 0  # steps below it have run before
         self._memory = _Memory(clock.total)
@@ -230,14 +241,14 @@ class _Player(ABC):
 class _RunByRun(_Player):
     """Every run of a step, and every snapshot's life."""
 
-    def __init__(self, chain: Chain, clock: _Clock) -> None:
-        super().__init__(chain, clock)
+    def __init__(self, chain: Chain, clock: _Clock, told: _Told) -> None:
+        super().__init__(chain, clock, told)
         self._runs: list[Run] = []
         self._stored: list[Stored] = []
         self._since: dict[tuple[int, Tier], float] = {}
 
     def timeline(self) -> Timeline:
-        memory, worst = self._memory.moments(self._chain)
+        memory, worst = self._memory.moments(self._told)
         return Timeline(
             self._clock.total,
             tuple(self._runs),
@@ -266,8 +277,8 @@ def _birth(stored: Stored) -> tuple[float, int]:
 class _Aggregated(_Player):
     """Shares of time by column and row, and stored states by row at the end of each column."""
 
-    def __init__(self, chain: Chain, clock: _Clock) -> None:
-        super().__init__(chain, clock)
+    def __init__(self, chain: Chain, clock: _Clock, told: _Told) -> None:
+        super().__init__(chain, clock, told)
         self._length = len(chain)
         self._rows = min(ROWS, self._length)
         self._column = clock.total / COLUMNS
@@ -282,7 +293,7 @@ class _Aggregated(_Player):
         share = np.ceil(255 * np.clip(np.array(self._share).reshape(shape) / self._column, 0, 1) - 1e-9)
         stored = {tier: np.ceil(255 * np.array(self._columns[tier]) / self._sizes).astype(np.uint8) for tier in Tier}
         raster = Raster(COLUMNS, self._rows, share.astype(np.uint8), stored[Tier.MEMORY], stored[Tier.DISK])
-        memory, worst = self._memory.moments(self._chain)
+        memory, worst = self._memory.moments(self._told)
         return Timeline(self._clock.total, None, None, raster, memory, worst, self._counts.tally())
 
     def _run(self, kind: Kind, start: int, stop: int) -> None:

@@ -254,7 +254,7 @@ def _measured(plan: Plan, receipt: Receipt | None) -> list[Mark]:
     times, rest = divmod(receipt.backward_runs, len(chain))  # a recording may hold many rounds of training
     forward, whole = chain.forward_seconds(0, len(chain)), chain.plain_seconds
     if not (times and whole) or rest or isinstance(plan.schedule, Blocks):
-        return [Mark("measured", peak, plan.time_factor, "bytes as measured, time as predicted")]
+        return [Mark("measured", peak, plan.time_factor, "bytes alone; drawn at the predicted time", is_timed=False)]
     runs = (receipt.plain_runs + receipt.taping_runs + receipt.probe_runs) / times
     factor = (runs / len(chain) * forward + whole - forward) / whole
     return [Mark("measured", peak, factor, "bytes and runs as measured, times of a run as predicted")]

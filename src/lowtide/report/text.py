@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.actions import Tier
+from lowtide.plan import Plan
 from lowtide.report.glyphs import ASCII, UNICODE
 from lowtide.report.peers import Mark
 from lowtide.report.picture import KINDS, TIERS, Cells, Ink, cells, layers, layers_of
@@ -31,6 +32,7 @@ from lowtide.report.words import (
     limit_label,
     limit_name,
     measured_name,
+    plain_name,
     plan_lines,
     share_of,
     time_of,
@@ -79,8 +81,9 @@ class _Print:
             yield page.wrapped(story.measuring, "yellow" if story.is_measured_above else "")
         yield page.pairs(plan_lines(story.plan))
         if story.receipt is not None:
-            yield page.pairs((f"run's {line[:8].strip()}", line[8:]) for line in str(story.receipt).splitlines())
-        yield page.heading(f"What each {limit_name(story.plan)} buys")
+            yield page.pairs((f"run's {label}", text) for label, text in story.receipt.lines())
+        buys = f"What each {limit_name(story.plan)} buys"
+        yield page.heading(f"{buys}; time over the {plain_name(story.plan)}" if is_model(story.plan) else buys)
         yield page.frontier(story)
         if not is_model(story.plan):  # whose blocks all run forward, then all backward
             yield page.heading("Schedule: which step runs when, and which snapshots are stored meanwhile")
@@ -102,7 +105,7 @@ class _Page(Sheet):
 
     def frontier(self, story: Story) -> Table:
         """A line for each of some budgets, the plan among them, then the usual tools and measurements."""
-        plan, knob, plain = story.plan, str(story.plan.knob), story.plan.chain.plain_seconds
+        plan, knob = story.plan, str(story.plan.knob)
         titles = _MODEL_FRONTIER if is_model(plan) else _FRONTIER
         runs = {str(view.plan.knob): figure_of(view.plan.runs_per_step) for view in story.views}
         named = [(self.glyphs.here if mark.name == knob else " ", mark.name, mark) for mark in _some(story)]
@@ -113,15 +116,15 @@ class _Page(Sheet):
                 self.text(f"{here} {name}", most=self.names()),
                 format_size(mark.peak),
                 share_of(mark.peak, whole_of(plan)),
-                time_of(plan, plain * (mark.time_factor - 1)) if is_model(plan) else runs.get(name, ""),
-                times_of(mark.time_factor),
+                *_time_cells(plan, mark, runs.get(name, "")),
             ]
             for here, name, mark in named
         ]
         room, most = self.room(lines, titles), max(mark.time_factor for _, _, mark in named)
         table = self.table(*titles, "")
         for line, (here, _, mark) in zip(lines, named, strict=True):
-            bar = self.glyphs.bar * max(1, round(room * _height(mark.time_factor, most))) if room >= 6 else ""
+            drawn = room >= 6 and mark.is_timed
+            bar = self.glyphs.bar * max(1, round(room * _height(mark.time_factor, most))) if drawn else ""
             table.add_row(*line, bar, style="bold" if here != " " else "")
         return table
 
@@ -273,6 +276,14 @@ def _some(story: Story) -> list[Mark]:
     last = len(different) - 1
     places = {round(k * last / (_MOST_BUDGETS - 1)) for k in range(_MOST_BUDGETS)}
     return [mark for place, mark in enumerate(different.values()) if place in places or mark.name == own]
+
+
+def _time_cells(plan: Plan, mark: Mark, runs: str) -> tuple[str, str]:
+    """Runs or extra time of a mark, and its time; blank where it has none."""
+    if not mark.is_timed:
+        return "", ""
+    extra = plan.chain.plain_seconds * (mark.time_factor - 1)
+    return time_of(plan, extra) if is_model(plan) else runs, times_of(mark.time_factor)
 
 
 def _height(factor: float, most: float) -> float:

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Iterator
 
 from lowtide.plan import Plan
-from lowtide.planners.block_words import BlockRow, format_time, levels, rows, title
+from lowtide.planners.block_words import BlockRow, format_time, levels, plain_of, rows, title
 from lowtide.planners.blocks import Blocks
 from lowtide.report.peers import Mark
 from lowtide.sizes import format_size, parse_size
@@ -78,8 +78,8 @@ def limit_name(plan: Plan) -> str:
 
 
 def plain_name(plan: Plan) -> str:
-    """What its time is a multiple of."""
-    return "plain step" if is_model(plan) else "plain loop"
+    """Whose time its own is a multiple of."""
+    return plain_of(plan.chain) if is_model(plan) else "plain loop's"
 
 
 def title_of(plan: Plan) -> str:

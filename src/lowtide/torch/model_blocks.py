@@ -32,6 +32,7 @@ _MOST = 0.6
 _LITTLE = 0.1
 _SHARE = 0.15  # of a block's tape, from which on a submodule of it may be run again by itself
 _MOST_CHILDREN = 3
+_MARKS = frozenset(" :;")  # stand between paths in a form's name: a path with one of them has no form of its own
 _SEVERAL = 3  # submodules that are better blocks than the one that calls them
 
 
@@ -261,9 +262,13 @@ class Survey:
 
     def _children(self, call: Call) -> tuple[str, ...]:
         inner = self._only(call)
-        worth = [child for child in inner.inside if self._fits(child) and child.tape >= _SHARE * call.tape]
-        worth = sorted(worth, key=lambda child: -child.tape)[:_MOST_CHILDREN]
         start = len(call.path) + 1 if call.path else 0
+        worth = [
+            child
+            for child in inner.inside
+            if self._fits(child) and child.tape >= _SHARE * call.tape and _MARKS.isdisjoint(child.path[start:])
+        ]
+        worth = sorted(worth, key=lambda child: -child.tape)[:_MOST_CHILDREN]
         return tuple(child.path[start:] for child in inner.inside if child in worth)
 
     def _note_left_out(self) -> None:

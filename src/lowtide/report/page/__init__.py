@@ -33,7 +33,7 @@ from lowtide.report.rows import Row
 from lowtide.report.snippets import PLAN_FILE, snippets
 from lowtide.report.story import HasReceipt, Progress, Story, View, measured_peak, tell
 from lowtide.report.timeline import Raster, Timeline
-from lowtide.report.words import budget_of, limit_label, limit_name, title_of, whole_of
+from lowtide.report.words import budget_of, limit_label, limit_name, plain_name, title_of, whole_of
 from lowtide.sizes import format_size
 
 TICKS = 100_000  # times in the data are whole ticks, so many for the whole
@@ -122,7 +122,7 @@ def data(story: Story) -> dict[str, Any]:
             "parameters": chain.parameters,
             "gradients": chain.gradients,
         },
-        "plain": {"memory": whole_of(plan), "seconds": chain.plain_seconds},
+        "plain": {"memory": whole_of(plan), "seconds": chain.plain_seconds, "name": plain_name(plan)},
         "knob": str(plan.knob),
         "limit": {"name": limit_name(plan), "label": limit_label(plan)},
         "budget": budget_of(plan),
@@ -151,7 +151,13 @@ def _versions() -> list[list[str]]:
 
 
 def _mark(mark: Mark) -> dict[str, Any]:
-    return {"name": mark.name, "peak": mark.peak, "factor": mark.time_factor, "note": mark.note}
+    return {
+        "name": mark.name,
+        "peak": mark.peak,
+        "factor": mark.time_factor,
+        "note": mark.note,
+        "isTimed": mark.is_timed,
+    }
 
 
 def _receipt(story: Story, receipt: Receipt) -> dict[str, Any]:
@@ -161,7 +167,7 @@ def _receipt(story: Story, receipt: Receipt) -> dict[str, Any]:
         "curve": story.curve,
         "text": None if peak is None else format_size(peak),
         "measuring": story.measuring,
-        "lines": [line.split(maxsplit=1) for line in str(receipt).splitlines()],
+        "lines": list(receipt.lines()),
     }
 
 

@@ -11,7 +11,7 @@ function showFrontier(data, index, select) {
   const map = frontierMap(data, marks, host.clientWidth);
   const [first, last] = [data.views[0], data.views.at(-1)];
   const svg = chart(map.width, map.height, `Frontier of ${data.views.length} plans, from ${first.text.peak} at ${first.text.factor} to `
-    + `${last.text.peak} at ${last.text.factor} the plain loop's time${data.least > 0 ? `; no plan works below ${formatSize(data.least)}` : ''}. `
+    + `${last.text.peak} at ${last.text.factor} the ${data.plain.name} time${data.least > 0 ? `; no plan works below ${formatSize(data.least)}` : ''}. `
     + 'The list of marks follows.', { class: 'frontier' });
   drawSea(svg, data, map);
   drawLimits(svg, data, data.views[index], map);
@@ -30,7 +30,7 @@ function showFrontier(data, index, select) {
     const icon = draw('svg', { viewBox: '0 0 16 16', width: 16, height: 16, 'aria-hidden': 'true' },
       draw('path', { d: shapeOf(mark.kind, 8, 8), class: `mark ${mark.kind}` }));
     return make('li', {}, make('span', { class: 'number' }, String(k + 1)), icon, named('b', mark.name, 60),
-      make('span', { class: 'figures' }, `${formatSize(mark.peak)} · ${formatNumber(mark.factor)}x`),
+      make('span', { class: 'figures' }, formatSize(mark.peak) + (mark.isTimed ? ` · ${formatNumber(mark.factor)}x` : '')),
       mark.note ? named('span', mark.note, 120, { class: 'muted' }) : null);
   }));
 }
@@ -92,7 +92,7 @@ function drawSea(svg, data, { width, box, x, y, low, high, floor, ceiling, isLog
     x, y,
     xTicks: sizes.ticks, yTicks: factorTicks(floor, ceiling, 5, isLog),
     xText: sizes.text, yText: (tick) => `${tick < 1e5 ? digits(tick) : power(tick)}x`,
-    xTitle: 'peak memory (log scale)', yTitle: `time, as a multiple of plain${isLog ? ' (log scale)' : ''}`,
+    xTitle: 'peak memory (log scale)', yTitle: `time, as a multiple of the ${data.plain.name}${isLog ? ' (log scale)' : ''}`,
   }));
 }
 
@@ -172,7 +172,7 @@ function followPointer(svg, data, marks, { place }, select) {
     const mark = marks[found - data.views.length];
     return tell(isView(found)
       ? [view.name + (view.own ? ' (the plan)' : ''), ...(view.brief ?? [`peak ${view.text.peak}, time ${view.text.factor}`, `${view.text.runsPerStep} runs per step`])]
-      : [mark.name, `${formatSize(mark.peak)}, ${formatNumber(mark.factor)}x the plain loop's time`, mark.note].filter(Boolean),
+      : [mark.name, formatSize(mark.peak) + (mark.isTimed ? `, ${formatNumber(mark.factor)}x the ${data.plain.name} time` : ''), mark.note].filter(Boolean),
     event.clientX, event.clientY);
   });
   svg.addEventListener('pointerleave', hush);

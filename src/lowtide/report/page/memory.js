@@ -103,7 +103,7 @@ function explain(data, view, timeline, constant, { isFarBudget, isCutOff }) {
   const hasCurve = data.receipt !== null && data.receipt.curve.length > 0;
   const { layers = LAYERS } = view;
   const held = layers.filter(([key]) => memory[key][worst] > 0);
-  refill(byId('memory-cause'), 'The peak of ', make('b', {}, view.text.peak), ' is reached while ',
+  refill(byId('memory-cause'), 'The peak of ', make('b', {}, view.text.peak), data.model === null ? ' is reached while ' : ' is reached ',
     named('b', memory.what[worst], 80), ': ', held.map(([key, name]) => `${name} ${formatSize(memory[key][worst])}`).join(', '), '.');
   const entry = (name, label, bytes) => make('li', {}, swatch(name), label, bytes === null ? null : make('span', { class: 'muted' }, ` ${formatSize(bytes)}`));
   refill(byId('memory-legend'),

@@ -65,7 +65,7 @@ class ModelView {
 
   get tiles() {
     return [
-      ['factor', 'time', this.text.factor, "the plain step's, predicted"],
+      ['factor', 'time', this.text.factor, `the ${this.data.plain.name}, predicted`],
       ['extra', 'extra time', this.text.extra, 'a training step, predicted'],
       ['kinds', 'blocks', this.kinds, `of ${grouped(this.data.model.blocks.length)}`],
       ['worst', 'worst moment', this.data.model.steps[this.worst].where, 'where memory peaks'],
@@ -127,16 +127,18 @@ class ModelView {
       memory.tape.push(tapes);
       memory.working.push(left);
     };
+    const blocks = new Set(this.data.model.blocks);
+    const told = (k, pass) => (blocks.has(k) ? `in the ${pass} of ${cut(steps[k].name, 40)}` : steps[k].where);
     steps.forEach((step, k) => {
       const began = now;
       run(1, k, timed ? step.forward : 1);
-      hold(`taping ${cut(step.name, 40)}`, began, levels[k], step.taping);
+      hold(told(k, 'forward'), began, levels[k], step.taping);
     });
     for (let k = steps.length - 1; k >= 0; k -= 1) {
       const began = now;
       if (entries[k].extra > 0) run(3, k, entries[k].extra);
       run(4, k, timed ? steps[k].backward : 2);
-      hold(`backward through ${cut(steps[k].name, 40)}`, began, levels[k], entries[k].pulling);
+      hold(told(k, 'backward'), began, levels[k], entries[k].pulling);
     }
     const ticks = (times) => times.map((time) => Math.round((time / now) * MODEL_TICKS));
     for (const table of [runs, memory]) Object.assign(table, { start: ticks(table.start), stop: ticks(table.stop) });

@@ -78,10 +78,10 @@ function formatNumber(value) {
 // Three digits.
 const digits = (value) => (Math.abs(value) >= LONGEST ? power(value) : EXACT.format(Number(value.toPrecision(3))));
 
-// How a plan's time is told. A chain's seconds may be in any unit, so it is a multiple of the plain run's; where that
+// How a plan's time is told. A chain's seconds may be in any unit, so it is a multiple of the plain one; where that
 // takes no time, a share of the whole. `at` is the time of a tick, `span` two times with digits enough to differ.
 function timeOf(data, timeline) {
-  const plain = data.plain.seconds;
+  const { seconds: plain, name } = data.plain;
   const [whole, unit] = plain > 0 ? [timeline.seconds / plain, 'x'] : [100, '%'];
   const text = (time) => `${digits(time)}${unit}`;
   const span = (from, to) => {
@@ -90,9 +90,9 @@ function timeOf(data, timeline) {
   };
   return {
     whole, text, span,
-    total: plain > 0 ? `${text(whole)} the plain run's time` : 'the whole time',
+    total: plain > 0 ? `${text(whole)} the ${name} time` : 'the whole time',
     at: (tick) => (tick / timeline.ticks) * whole,
-    title: plain > 0 ? 'predicted time, as a multiple of the plain run' : 'predicted time, as a share of the whole',
+    title: plain > 0 ? `predicted time, as a multiple of the ${name}` : 'predicted time, as a share of the whole',
   };
 }
 

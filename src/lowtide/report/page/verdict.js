@@ -18,7 +18,7 @@ function showVerdict(data, view) {
   const bar = gauge(data, view, measured);
   const tile = (name, label, shown, note) => make('div', { class: 'tile' },
     make('dt', {}, label), tested('dd', name, shown, { class: shown.length > 14 ? 'words' : 'figure' }), make('dd', { class: 'muted' }, note));
-  const tiles = make('dl', { class: 'tiles' }, ...(view.tiles ?? tilesOf(view)).map((entries) => tile(...entries)));
+  const tiles = make('dl', { class: 'tiles' }, ...(view.tiles ?? tilesOf(view, data.plain.name)).map((entries) => tile(...entries)));
 
   const table = (title, lines) => make('div', { class: 'bill' }, make('h3', {}, title),
     make('dl', {}, ...lines.map(([label, line]) => make('div', {}, make('dt', {}, label), named('dd', line, 240)))));
@@ -38,9 +38,9 @@ function asked({ margin, text }, tested) {
 }
 
 // Name, label, figure and note of each tile.
-function tilesOf({ text, disk }) {
+function tilesOf({ text, disk }, plain) {
   return [
-    ['factor', 'time', text.factor, "the plain loop's, predicted"],
+    ['factor', 'time', text.factor, `the ${plain}, predicted`],
     ['runs-per-step', 'runs per step', text.runsPerStep, 'forward; the plain loop makes 1'],
     ['snapshots', 'snapshots', text.snapshots, 'at most at once'],
     ['runs', 'forward runs', text.runs, 'plain ones keep no tape'],
