@@ -86,12 +86,13 @@ class Size:
 
     def text(self) -> dict[str, Any]:
         """Words, which are to be foretold."""
-        words = torch.randint(1, self.words, (self.batch, self.tokens))
+        words = torch.randint(1, self.words, (self.batch, self.tokens), device="cpu")
         return {"input_ids": words, "labels": words}
 
     def pictures(self, side: int) -> dict[str, Any]:
         """Pictures, each of one of ten kinds."""
-        return {"pixel_values": torch.randn(self.batch, 3, side, side), "labels": torch.arange(self.batch) % 10}
+        pictures = torch.randn(self.batch, 3, side, side, device="cpu")
+        return {"pixel_values": pictures, "labels": torch.arange(self.batch, device="cpu") % 10}
 
 
 def gpt2(size: Size) -> Model:
@@ -140,7 +141,7 @@ def bert(size: Size) -> Model:
         hidden_dropout_prob=size.dropout,
         attention_probs_dropout_prob=size.dropout,
     )
-    mask = torch.ones(size.batch, size.tokens, dtype=torch.long)
+    mask = torch.ones(size.batch, size.tokens, dtype=torch.long, device="cpu")
     mask[0, -3:] = 0
     return Model(BertForMaskedLM(config), size.text() | {"attention_mask": mask})
 
@@ -201,9 +202,12 @@ MODELS: dict[str, Callable[[Size], Model]] = {
 }
 
 
-def model(name: str, size: Size | None = None, *, seed: int = 0) -> Model:
-    """The one of that name, the same for the same seed; leaves the random numbers as they are."""
-    with torch.random.fork_rng():
+def model(name: str, size: Size | None = None, *, seed: int = 0, device: str = "cpu") -> Model:
+    """The one of that name, the same for the same seed; leaves the random numbers as they are.
+
+    Its arguments are on the CPU; on the meta device its parameters have no values.
+    """
+    with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
         made = MODELS[name](size or Size())
     made.module.train()

@@ -1,7 +1,9 @@
-"""Lean tapes found out on paper: those of real calls."""
+"""Lean tapes on paper: those of real calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,11 +11,14 @@ import torch
 from torch import nn
 from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer
 
+from lowtide.torch.checkpoint import checkpoint
 from lowtide.torch.devices import A100, H100
-from lowtide.torch.lean import lean_menu
+from lowtide.torch.lean import lean, lean_menu
 from lowtide.torch.lean_graph import LeanPoint
-from lowtide.torch.lean_paper import lean_menu_on_paper
+from lowtide.torch.lean_paper import is_on_paper, lean_menu_on_paper, lean_on_paper
+from lowtide.torch.measure import watching
 from lowtide.torch.paper import on_paper
+from lowtide.torch.storages import Log, tensors_of
 from tests.torch.blocks import BLOCKS, Block, Size, block
 
 SIZES = {"dropout": Size(), "no dropout": Size(width=64, tokens=33, dropout=0.0)}
@@ -79,3 +84,70 @@ def test_masks_that_are_made_inside_can_be_kept_in_bits() -> None:
     with on_paper(nn.Identity(), (x,)) as (args, _):
         paper = figures(lean_menu_on_paper(H100, function, *args))
     assert paper == figures(lean_menu(function, x))
+
+
+# --- calls
+
+
+def held(function: Callable[[], Any]) -> tuple[int, int, int]:
+    """Bytes that a call holds until its backward, and at the worst moment of its forward, and of both."""
+    log = Log()
+    with watching(log):
+        results = [each for each in tensors_of(function()) if each.requires_grad]
+        kept, forward = log.level(0, len(log.events))
+        torch.stack([each.sum() for each in results]).sum().backward()
+    return kept, forward, log.level(0, len(log.events))[1]
+
+
+@pytest.mark.parametrize("place", [1, -1], ids=["a little", "all"])
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_calls_on_paper_hold_what_real_ones_hold(name: str, size: str, place: int) -> None:
+    made = built(name, SIZES[size])
+    point = lean_menu(made.module, *made.args, **made.kwargs)[place]
+    with on_paper(made.module, made.args, made.kwargs) as (args, kwargs):
+        lean_menu_on_paper(A100, made.module, *args, **kwargs)
+        paper = held(lambda: lean_on_paper(made.module, *args, tape=point.size, **kwargs))
+    made.module.zero_grad()
+    real = held(lambda: lean(made.module, *made.args, tape=point.size, **made.kwargs))
+    assert paper == pytest.approx(real, rel=0.01)
+
+
+def test_the_first_call_of_a_module_holds_everything_while_it_runs() -> None:
+    model = nn.ModuleList(nn.Sequential(nn.Linear(50, 300), nn.GELU(), nn.Linear(300, 50)) for _ in range(2))
+    x, gelu = torch.randn(40, 50, requires_grad=True), 40 * 300 * 4
+    with on_paper(model, (x,)) as (args, _):
+        plain, _, _ = held(lambda: model[0](*args))
+        rows = []
+        for module in (model[0], model[1], model[1]):
+            model.zero_grad()
+            rows.append(held(partial(lean_on_paper, module, *args, tape=None)))
+    assert [kept for kept, _, _ in rows] == [plain - gelu] * 3
+    assert rows[0] == rows[1]  # though the trace is that of the first
+    assert rows[1][1] > rows[2][1]
+
+
+def test_masks_on_paper_are_kept_in_bits() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        return torch.where(mask, torch.where(mask, x * x, x).exp(), x)
+
+    x = torch.randn(40, 100, requires_grad=True)
+    tape = lean_menu(function, x)[-1].size
+    with on_paper(nn.Identity(), (x,)) as (args, _):
+        rows = [held(lambda: lean_on_paper(function, *args, tape=tape)) for _ in range(2)]
+        inside = held(lambda: checkpoint(partial(lean_on_paper, tape=tape), function, *args))
+    real = [held(lambda: lean(function, x, tape=tape)) for _ in range(2)]
+    assert rows[1] == pytest.approx(real[1], rel=0.05)
+    assert inside[0] <= rows[1][0]
+
+
+def test_calls_that_lean_leaves_alone_keep_everything() -> None:
+    module, x = nn.Sequential(nn.Linear(3, 30), nn.GELU(), nn.Tanh()), torch.zeros(2, 3, requires_grad=True)
+    assert not is_on_paper()
+    with on_paper(module, (x,)) as (args, _):
+        assert is_on_paper()
+        plain = held(lambda: module(*args))
+        with torch.no_grad():
+            assert not lean_on_paper(module, *args, tape=None).requires_grad
+        module.compile(backend="eager")
+        assert held(lambda: lean_on_paper(module.forward, *args, tape=None))[0] == plain[0]

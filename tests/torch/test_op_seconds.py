@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,3 +124,30 @@ def test_the_backward_is_timed_too() -> None:
         loss.backward()
     assert forward == 2 * 60 + 60 + 4
     assert clock.seconds > forward
+
+
+def test_a_recurrent_layer_counts_as_much_as_written_out() -> None:
+    counts = []
+    for dtype in (torch.float32, torch.float64):  # which is not one operation
+        x, layer = torch.randn(5, 2, 8, dtype=dtype), nn.LSTM(8, 16, dtype=dtype)
+        with Flops() as flops:
+            loss = layer(x)[0].sum()
+            forward = flops.total
+            loss.backward()
+        counts.append((forward, flops.total - forward))
+    assert counts[0][0] == counts[1][0] == 2 * (5 * 2) * (4 * 16) * (8 + 16)
+    assert counts[0][1] == 2 * counts[0][0] >= counts[1][1]  # which leaves out what nobody asks for
+
+
+def test_products_of_groups_count_as_much_as_one_by_one() -> None:
+    rows, weights, ends = torch.randn(8, 16), torch.randn(2, 16, 24), torch.tensor([3, 8], dtype=torch.int32)
+    each = 2 * 8 * 16 * 24
+    for a, b, offsets, count in (
+        (rows, weights, ends, each),
+        (weights.mT, rows.t(), ends, each),
+        (rows.t(), torch.randn(8, 24), ends, each),
+        (weights.mT, weights, None, 2 * 2 * 24 * 16 * 24),
+    ):
+        with Flops() as flops:
+            torch._grouped_mm(a, b, offs=offsets)
+        assert flops.total == count

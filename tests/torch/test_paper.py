@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import lowtide.torch as lt
 from lowtide.errors import InputError
 from lowtide.torch.measure import storage_bytes, watching
 from lowtide.torch.paper import on_paper
 from lowtide.torch.storages import Log
-from tests.torch.whole_models import MODELS, WholeModel, whole_model
+from tests.torch.models import MODELS, Model, model
 
 
 class Seen(NamedTuple):
@@ -56,27 +57,27 @@ def everything(model: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_takes_the_bytes_of_a_real_one(name: str, device: str) -> None:
-    made, real = whole_model(name, device=device), whole_model(name)
-    before, values = everything(made.model), {key: t.clone() for key, t in made.model.state_dict().items()}
+    made, real = model(name, device=device), model(name)
+    before, values = everything(made.module), {key: t.clone() for key, t in made.module.state_dict().items()}
     drawn = torch.get_rng_state(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
-    with on_paper(made.model, (), made.inputs) as (args, inputs):
+    with on_paper(made.module, (), made.kwargs) as (args, inputs):
         assert args == ()
-        assert all(isinstance(parameter, FakeTensor) for parameter in made.model.parameters())
-        assert storage_bytes(list(made.model.parameters())) == storage_bytes(list(real.model.parameters()))
-        paper = step(made.model, inputs)
-        assert all(parameter.grad is not None for parameter in made.model.parameters())
+        assert all(isinstance(parameter, FakeTensor) for parameter in made.module.parameters())
+        assert storage_bytes(list(made.module.parameters())) == storage_bytes(list(real.module.parameters()))
+        paper = step(made.module, inputs)
+        assert all(parameter.grad is not None for parameter in made.module.parameters())
     assert torch.equal(drawn[0], torch.get_rng_state())
     assert drawn[1:] == (random.getstate(), str(np.random.get_state()))  # noqa: NPY002
-    assert everything(made.model) == before
-    assert all(parameter.grad is None for parameter in made.model.parameters())
+    assert everything(made.module) == before
+    assert all(parameter.grad is None for parameter in made.module.parameters())
     if device == "cpu":
-        assert all(torch.equal(t, values[key]) for key, t in made.model.state_dict().items())
-    assert paper == step(real.model, real.inputs)
+        assert all(torch.equal(t, values[key]) for key, t in made.module.state_dict().items())
+    assert paper == step(real.module, real.kwargs)
 
 
-def checkpointed(made: WholeModel) -> WholeModel:
+def checkpointed(made: Model) -> Model:
     """The model with every entry of its module lists checkpointed."""
-    for module in list(made.model.modules()):
+    for module in list(made.module.modules()):
         for part in module if isinstance(module, nn.ModuleList) else ():
             part.forward = partial(lt.checkpoint, part.forward)
     return made
@@ -84,12 +85,12 @@ def checkpointed(made: WholeModel) -> WholeModel:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpointed_blocks_take_the_bytes_of_real_ones(name: str) -> None:
-    made = checkpointed(whole_model(name))
-    with on_paper(made.model, (), made.inputs) as (_, inputs):
-        paper = step(made.model, inputs)
-    real = step(made.model, made.inputs)
+    made = checkpointed(model(name))
+    with on_paper(made.module, (), made.kwargs) as (_, inputs):
+        paper = step(made.module, inputs)
+    real = step(made.module, made.kwargs)
     assert paper[:2] == real[:2]
-    assert real.peak < step(whole_model(name).model, made.inputs).peak
+    assert real.peak < step(model(name).module, made.kwargs).peak
 
 
 def test_a_model_without_values_needs_no_memory() -> None:
@@ -134,20 +135,19 @@ def test_a_storage_that_is_no_whole_number_of_numbers() -> None:
 
 
 def test_all_is_put_back_after_an_error() -> None:
-    model: Any = whole_model("resnet").model
-    before = everything(model)
+    resnet: Any = model("resnet").module
+    before = everything(resnet)
 
     def spoil() -> None:
-        model.register_buffer("more", torch.zeros(3))
-        model.counter = 3
-        del model.classifier
+        resnet.register_buffer("more", torch.zeros(3))
+        resnet.counter = 3
+        del resnet.classifier
         raise KeyError
 
-    with pytest.raises(KeyError), on_paper(model):
+    with pytest.raises(KeyError), on_paper(resnet):
         spoil()
-    assert everything(model) == before
-    assert "more" not in model.state_dict()
-    assert torch._C._get_mkldnn_enabled()
+    assert everything(resnet) == before
+    assert "more" not in resnet.state_dict()
 
 
 def test_a_default_device_around_does_not_matter() -> None:
@@ -167,13 +167,91 @@ def test_arguments_may_be_fake() -> None:
         assert args[0].grad is not None
 
 
-def test_recurrent_layers_are_rows_of_operations() -> None:
-    model, x = nn.LSTM(8, 16, 2, dropout=0.1), torch.randn(5, 2, 8)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ({"num_layers": 2, "dropout": 0.1}, torch.float32),
+        ({"bidirectional": True, "batch_first": True}, torch.float32),
+        ({"bias": False}, torch.bfloat16),
+        ({}, torch.float64),
+    ],
+    ids=["layers", "both ways", "bfloat16", "float64"],
+)
+def test_recurrent_layers_keep_what_real_ones_keep(
+    kind: type[nn.LSTM], sizes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model, x = kind(24, 40, dtype=dtype, **sizes), torch.randn(7, 9, 24, dtype=dtype)
+
+    def run(x: torch.Tensor) -> Seen:
+        return seen(lambda: model(x)[0].sum().backward())
+
     with on_paper(model, (x,)) as (args, _):
         assert all(isinstance(weight, FakeTensor) for weight in model._flat_weights)
-        paper = seen(lambda: model(*args)[0].sum().backward())
-    # Of four gates and a state, for each layer, step and sequence.
-    assert paper.peak > 5 * 2 * 5 * 2 * 16 * 4
+        paper = run(*args)
+    # The libraries that run an LSTM layer as one operation are not the same on all machines.
+    assert paper.peak == pytest.approx(run(x).peak, rel=0.02 if kind is nn.LSTM else 0)
+
+
+def test_a_recurrent_layer_that_is_not_trained_keeps_nothing() -> None:
+    model, x = nn.LSTM(24, 40).eval(), torch.randn(7, 9, 24)
+    with torch.no_grad(), on_paper(model, (x,)) as (args, _):
+        assert seen(lambda: model(*args)) == seen(lambda: model(x))
+
+
+def experts() -> Model:
+    """Words that are sent to some of the experts, whose products are made group by group, in float32."""
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MixtralConfig(
+        vocab_size=97, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, **sizes
+    )
+    words = torch.randint(1, 97, (2, 12))
+    return Model(MixtralForCausalLM(config).train(), {"input_ids": words, "labels": words, "use_cache": False})
+
+
+def test_experts_take_the_bytes_of_real_ones() -> None:
+    made = experts()
+    with on_paper(made.module, (), made.kwargs) as (_, inputs):
+        paper = step(made.module, inputs)
+    assert paper[:2] == step(made.module, made.kwargs)[:2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_have_the_shapes_of_real_ones(dtype: torch.dtype) -> None:
+    rows, weights = torch.randn(8, 16, dtype=dtype), torch.randn(2, 16, 24, dtype=dtype)
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    for a, b, offsets in (
+        (rows, weights, ends),
+        (weights.mT, rows.t(), ends),
+        (rows.t(), torch.randn(8, 24, dtype=dtype), ends),
+        (weights.mT, weights, None),
+    ):
+        real = torch._grouped_mm(a, b, offs=offsets)
+        with on_paper(nn.Identity(), (a.requires_grad_(), b.requires_grad_())) as (given, _):
+            paper = torch._grouped_mm(given[0], given[1], offs=offsets)
+            assert isinstance(paper, FakeTensor)
+            assert (paper.shape, paper.dtype) == (real.shape, real.dtype)
+        a.requires_grad_(False), b.requires_grad_(False)
+
+
+def test_products_of_groups_that_do_not_fit_are_refused() -> None:
+    given = torch.zeros(8, 16, requires_grad=True), torch.zeros(2, 20, 24), torch.tensor([3, 8], dtype=torch.int32)
+    with pytest.raises((RuntimeError, ValueError)), on_paper(nn.Identity(), given) as (args, _):
+        torch._grouped_mm(args[0], args[1], offs=args[2])
+
+
+def test_numbers_are_counted_as_far_as_they_are_asked_for() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        places = x.detach().argmax(-1)
+        assert torch.bincount(places, minlength=7).shape == (7,)
+        assert torch.bincount(places, minlength=7).dtype is torch.long
+        assert torch.bincount(places, x[:, 0], 7).dtype is torch.float
+        assert torch.bincount(places, x[:, 0].half(), 7).dtype is torch.double
+        return torch.bincount(places)
+
+    model = Says(forward)
+    with pytest.raises(InputError, match="looks at values"), on_paper(model, (torch.zeros(5, 3),)):
+        model(torch.zeros(5, 3).cos_().add_(model.scale.detach()))
 
 
 class Says(nn.Module):

@@ -32,6 +32,7 @@ _UNORDERED = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_put
 # Operations that take much longer than reading their arguments.
 _HEAVY = (
     "mm",
+    "grouped_mm",
     "addmm",
     "bmm",
     "baddbmm",

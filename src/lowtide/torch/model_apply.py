@@ -29,7 +29,7 @@ class PlannedForward(StandIn):
     Args:
         module: whose `forward` it is.
         way: how to run it.
-        in_eval: whether it is for a model that is trained in eval mode.
+        in_eval: whether it is for a module that is in eval mode while the model is trained.
     """
 
     def __init__(self, module: nn.Module, way: Way, *, in_eval: bool) -> None:
@@ -64,9 +64,8 @@ def apply(plan: Plan, model: nn.Module) -> None:
     check_model(model)
     ways = ways_of(plan, model)
     unapply(model)
-    in_eval = not model.training
     for module, way in ways:
-        PlannedForward(module, way, in_eval=in_eval).install()
+        PlannedForward(module, way, in_eval=not module.training).install()
 
 
 def unapply(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from lowtide.torch.lean import can_lean, lean_menu
 from lowtide.torch.lean_graph import LeanPoint
 from lowtide.torch.lean_paper import lean_menu_on_paper
 from lowtide.torch.model_blocks import FoundBlock
-from lowtide.torch.model_call import BlockCall, CallBytes, Looking, seconds_now
+from lowtide.torch.model_call import BlockCall, Looking, seconds_now
 from lowtide.torch.model_forms import RERUN, Form, Way, lean_way
 from lowtide.torch.nest_text import Nest
 from lowtide.torch.op_seconds import PaperClock
@@ -84,38 +84,28 @@ class Bench:
         keep, rerun = Form(), Form((("", RERUN),))
         with Looking() as looking:
             try:
-                plain = again = call.watched(keep)
+                plain = call.watched(keep)
             except RuntimeError as error:
                 if "a leaf Variable" not in str(error):
                     raise
                 call.changes_arguments = True
-                plain = again = call.watched(keep)
+                plain = call.watched(keep)
         seconds = self._seconds(call, keep)
         forms = [FormCost(str(keep), plain.held, plain.forward, plain.backward, 0.0)]
         points = [] if looking.at_values else self._points(call)
         for form, point, extra, is_settled in self._forms(block, call, points):
             try:
-                run = self._run(call, form, point, again if form.ways[0][1].rerun else plain)
+                run = call.watched(form)
                 if run.held > (1 - _LEAST_GAIN) * plain.held and form != rerun:
                     continue
                 if extra is None:
                     extra = self._extra(call, form, point, seconds)
             except RuntimeError:  # a submodule that changes its argument in place, for one, cannot be run again
                 continue
-            if form == rerun:
-                again = run
             # The first call of a lean kind is traced, and holds its whole tape while it runs.
             forward = run.forward if point is None else max(run.forward, plain.forward)
             forms.append(FormCost(str(form), run.held, forward, run.backward, extra, is_settled))
         return BlockCost(tuple(forms), *seconds, plain.cotangent)
-
-    def _run(self, call: BlockCall, form: Form, point: LeanPoint | None, whole: CallBytes) -> CallBytes:
-        """Run a block in a form; on paper, a lean one is as its recipe has it: there are no values to make again."""
-        if self._device is None or point is None:
-            return call.watched(form)
-        less = point.plain_tape - point.tape
-        held = whole.held if form.ways[0][1].rerun else max(0, whole.held - less)
-        return CallBytes(held, whole.forward, whole.backward - less + point.working, whole.cotangent)
 
     def _forms(
         self, block: FoundBlock, call: BlockCall, points: list[LeanPoint]
@@ -152,7 +142,7 @@ class Bench:
                 points = lean_menu(plainly, module, args, kwargs) if can_lean(plainly, module, args, kwargs) else []
         return worthwhile(points) if points else []
 
-    def _nests(self, call: BlockCall) -> Iterator[tuple[Nest, float, bool]]:
+    def _nests(self, call: BlockCall) -> Iterator[tuple[Nest, float | None, bool]]:
         """Nested checkpoint calls for a row of layers; the extra seconds that they take; and whether they are settled.
 
         Settled are those that would be the fastest if the largest tapes took longest.
@@ -178,7 +168,9 @@ class Bench:
             if str(text) not in seen and any(part.inside or part.option for part in nest):
                 seen.add(str(text))
                 seconds = Plan.make(chain, plan.knob, plan.schedule).bill.seconds - chain.plain_seconds
-                yield text, max(seconds, 1e-9), plans is timeless or self._device is not None
+                # On paper, layers were timed as they ran there: only their bytes count.
+                on_paper = self._device is not None
+                yield text, None if on_paper else max(seconds, 1e-9), plans is timeless or on_paper
 
     def _seconds(self, call: BlockCall, form: Form) -> tuple[float, float]:
         """Of forward and backward."""

@@ -18,6 +18,7 @@ from lowtide.errors import InputError
 from lowtide.torch.checkpoint import checkpoint
 from lowtide.torch.lean import lean
 from lowtide.torch.lean_graph import LeanPoint, LeanSize
+from lowtide.torch.lean_paper import is_on_paper, lean_on_paper
 from lowtide.torch.nest_text import Nest
 
 KEEP = "keep"
@@ -57,11 +58,14 @@ class Way:
             return checkpoint(_leanly, plainly, module, args, kwargs, self.lean)
         if self.rerun:
             return checkpoint(plainly, module, args, kwargs)
-        return lean(plainly, module, args, kwargs, tape=self.lean)
+        return _leanly(plainly, module, args, kwargs, self.lean)
 
 
-def _leanly(plainly: Plainly, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: LeanSize) -> Any:
-    return lean(plainly, module, args, kwargs, tape=size)
+def _leanly(
+    plainly: Plainly, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: LeanSize | None
+) -> Any:
+    run = lean_on_paper if is_on_paper() else lean
+    return run(plainly, module, args, kwargs, tape=size)
 
 
 RERUN = Way(rerun=True)

@@ -85,7 +85,7 @@ class Planning:
                 survey, best = other, self._randomness
         self._randomness = best
         self._notes = survey.notes
-        base = BaseRun(self._costs(survey.blocks(), timed), self._notes, self._device is not None)
+        base = BaseRun(self._costs(survey.blocks(), timed), self._notes)
         base.run(self._step)
         if not base.blocks:
             self._notes.append("nothing of this model can be planned: it runs as it is")
@@ -122,28 +122,26 @@ class Planning:
     def plan(self, peak: int) -> Plan:
         """The fastest plan within the peak."""
         chain = self.measure()
-        if self._device is not None:
-            least = math.ceil(least_peak(chain) / (1 - MARGIN_ON_PAPER))
-            if peak < least:
-                raise BudgetError(peak, least, _WAYS, "peak")
-            return self._planned(chain, peak, peak - int(peak * MARGIN_ON_PAPER))
+        share = 0.0 if self._device is None else MARGIN_ON_PAPER
+        most = peak - int(peak * share)  # what a step may take that is run here, with values or on paper
         smallest = settled(chain, self._unsettled)
         least = least_peak(smallest)
         # A plan that will be run once needs no more room than there is.
-        aim = min(peak, max(least, peak - int(peak * MARGIN)))
+        aim = min(most, max(least, peak - int(peak * MARGIN)))
         for _ in range(_TRIES):
             if aim < least:
                 break
             plan = self._planned(chain, peak, aim)
             measured = self._measured(plan)
-            if measured <= peak:
+            if measured <= most:
                 return self._noted(plan, measured)
-            aim = plan.bill.peak_memory - (measured - peak)
+            aim = plan.bill.peak_memory - (measured - most)
         plan = self._planned(chain, peak, least, choose_blocks(smallest, least))
         measured = self._measured(plan)
-        if peak < measured or peak < least:
+        if most < max(measured, least):
             # A step that took more than predicted may take a little more the next time.
-            raise BudgetError(peak, least if measured <= least else math.ceil(measured * _SLACK), _WAYS, "peak")
+            need = least if measured <= least else measured * _SLACK
+            raise BudgetError(peak, math.ceil(need / (1 - share)), _WAYS, "peak")
         return self._noted(plan, measured)
 
     def _noted(self, plan: Plan, measured: int) -> Plan:
@@ -226,7 +224,7 @@ class Planning:
         return [(block, found[block]) for block in blocks if block in found]
 
     def _measured(self, plan: Plan) -> int:
-        """Bytes at the worst moment of a step that is run as planned."""
+        """Bytes at the worst moment of a step that is run as planned, the optimizer's part among it as predicted."""
         log, step = Log(), self._step()
         apply(plan, self._model)
         try:
@@ -234,8 +232,9 @@ class Planning:
                 held = step()
         finally:
             unapply(self._model)
+        now, most = log.level(0, len(log.events))
         del held
-        return self._resident.before + log.level(0, len(log.events))[1]
+        return self._resident.before + max(most, now + self._resident.stepping)
 
 
 class _Probe(StandIn):

@@ -85,12 +85,10 @@ class BaseRun:
     Attributes:
         blocks: those that can be planned, with what they cost.
         notes: why others cannot.
-        on_paper: whether tensors have no values.
     """
 
     blocks: list[tuple[FoundBlock, BlockCost]]
     notes: list[str]
-    on_paper: bool
     _log: Log = field(default_factory=Log)
     _marks: list[Marks] = field(default_factory=list)
     _forms: list[FormCost] = field(default_factory=list)
@@ -119,8 +117,8 @@ class BaseRun:
         return self._leave_out_what_is_not_in_order()
 
     def _smallest(self, cost: BlockCost) -> FormCost:
-        """The form that needs least; not a lean one on paper, where there are no values to make again."""
-        forms = [form for form in cost.forms if form.is_settled and not (self.on_paper and "lean" in form.name)]
+        """The form that needs least."""
+        forms = [form for form in cost.forms if form.is_settled]
         return min(forms, key=lambda form: (form.backward, form.held))
 
     def _leave_out_what_is_not_in_order(self) -> bool:

@@ -1,12 +1,13 @@
 """How long an operation would take on a device: by its floating-point operations and the bytes that it moves.
 
-Floating-point operations are those that torch's own counter knows: matrix products, convolutions, attention, and their
-backwards. Everything else is taken to be as fast as its bytes can be moved. Not seen is what kernels do inside: scratch
-space, and rereading what does not fit into a cache.
+Floating-point operations are those that torch's own counter knows, matrix products, convolutions, attention and their
+backwards, and a few more. Everything else is taken to be as fast as its bytes can be moved. Not seen is what kernels do
+inside: scratch space, and rereading what does not fit into a cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +19,6 @@ from lowtide.torch.devices import Device
 from lowtide.torch.operations import word_of
 
 _aten = torch.ops.aten
-# The kernels that attention takes on the CPU, which torch does not count.
-_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
-_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Operations that read of their first tensor no more than they give.
 _GATHERING = frozenset({"embedding", "index_select", "gather", "index", "take"})
 _ALLOCATING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
@@ -41,13 +39,40 @@ def seconds_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations, a multiplication and an addition being two; 0 for what is not counted."""
-    packet = func.overloadpacket
-    if packet is _ATTENTION:
-        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    if packet is _ATTENTION_BACKWARD:
-        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
-    count = flop_registry.get(packet)
+    count = _COUNTS.get(func.overloadpacket)
+    if count is not None:
+        return int(count(*args))
+    count = flop_registry.get(func.overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _of_attention(*args: Any) -> int:
+    return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+
+
+def _of_attention_backward(*args: Any) -> int:
+    return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+
+
+def _of_groups(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
+    """Matrix products of groups of rows."""
+    groups = len(a) if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _of_recurrent_layer(x: torch.Tensor, ours: torch.Tensor, own: torch.Tensor, *_: Any) -> int:
+    """A layer whose weights are those for what it is given, and those for its own state."""
+    return 2 * (x.numel() // x.shape[-1]) * (ours.numel() + own.numel())
+
+
+# What torch does not count: kernels that are taken on the CPU, and experts.
+_COUNTS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention_backward,
+    _aten._grouped_mm: _of_groups,
+    _aten.mkldnn_rnn_layer: _of_recurrent_layer,
+    _aten.mkldnn_rnn_layer_backward: lambda *args: 2 * _of_recurrent_layer(*args),
+}
 
 
 class PaperClock(TorchDispatchMode):

@@ -2,8 +2,8 @@
 
 Inside `on_paper` the model can be called, checkpointed and pulled back as always. Nothing is allocated, nothing is
 computed but masks, positions and other small whole numbers, and afterwards everything is as it was. Operations are
-those that torch takes on the CPU, where attention with dropout keeps all its probabilities. A recurrent layer (LSTM,
-GRU) is a row of small operations: the libraries that run it as one do not tell what they keep, which may be more.
+those that torch takes on the CPU, where attention with dropout keeps all its probabilities, and a GRU is a row of small
+operations.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def on_paper(
         stack.enter_context(aside([]))
         stack.enter_context(_swapped(model, fakes))
         given = fakes.of_tree(args), fakes.of_tree(kwargs or {})
-        stack.enter_context(_without_libraries())
         stack.enter_context(mode)
         stack.enter_context(KnownValues())
         if torch.get_default_device().type != "cpu":
@@ -72,17 +71,6 @@ def on_paper(
                 error.add_note(f"{_place(error, model)} ran on paper; if it runs with values, plan without on_paper")
                 raise
             raise explained from error
-
-
-@contextmanager
-def _without_libraries() -> Iterator[None]:
-    """Inside, recurrent layers are run by torch's own operations."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextmanager
