@@ -7,9 +7,12 @@ from typing import Any
 import equinox
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import lowtide.jax as lt
 from lowtide.jax.model_blocks import chosen_blocks, found_blocks
+from lowtide.planners.blocks import Blocks
 
 W, B = jnp.ones((2, 2)), jnp.ones(2)
 KEY = jax.random.key(0)
@@ -56,3 +59,21 @@ def test_blocks_are_entries_that_are_alike(name: str) -> None:
 def test_patterns_choose_the_outermost() -> None:
     assert chosen_blocks(STACK, "layers.*") == ["layers.0", "layers.2", "layers.3"]
     assert chosen_blocks(STACK, ["layers.0", "layers.3.*.1"]) == ["layers.0", "layers.3.layers.1"]
+
+
+def test_names_that_begin_like_those_of_outside_parts() -> None:
+    """They are planned under a name that cannot be mistaken."""
+
+    def loss(params: Any, x: Any) -> Any:
+        for weight in params["(blocks)"]:
+            x = x + jnp.tanh(x @ weight)
+        return jnp.mean(x**2)
+
+    params = {"(blocks)": [jnp.eye(16) for _ in range(4)]}
+    plan = lt.plan_model(loss, params, jnp.ones((256, 16)), peak="70%")
+    assert [name for name in plan.chain.names if not name.startswith("(")] == [f".(blocks).{k}" for k in range(4)]
+    assert isinstance(plan.schedule, Blocks)
+    assert any(plan.schedule.options)
+    found = jax.grad(lt.apply(plan, loss))(params, jnp.ones((256, 16)))
+    expected = jax.grad(loss)(params, jnp.ones((256, 16)))
+    np.testing.assert_allclose(found["(blocks)"][0], expected["(blocks)"][0], rtol=1e-6)

@@ -10,6 +10,7 @@ import jax
 
 from lowtide.checks import function
 from lowtide.errors import InputError
+from lowtide.jax.jaxprs import has_loop
 from lowtide.jax.layers import arrays, trace_layer
 from lowtide.jax.plainly import runs_plainly
 from lowtide.jax.rerun import run_again
@@ -62,7 +63,7 @@ def checkpoint(
         by_name = {name: arg for name, arg in kwargs.items() if name not in names}
         leaves, tree = arrays((by_place, by_name), "arguments")
         layer, consts, form = trace_layer(run, leaves, tree, "fun")
-        return form.unflatten(run_again(layer.run, consts, leaves))
+        return form.unflatten(run_again(layer.run, consts, leaves, loops=has_loop(layer.jaxpr)))
 
     return called
 

@@ -118,6 +118,14 @@ def holds_complex(jaxpr: core.Jaxpr) -> bool:
     )
 
 
+def has_loop(jaxpr: core.Jaxpr) -> bool:
+    """Whether there is a loop in it."""
+    return any(
+        eqn.primitive.name in ("scan", "while") or any(map(has_loop, core.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
 def transient(jaxpr: core.Jaxpr) -> int:
     """Most bytes of results that are stored at once while the equations run in order; an estimate.
 

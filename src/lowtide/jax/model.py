@@ -129,7 +129,10 @@ def _notes(fit: Fit, model: Model, unread: list[str], donated: bool) -> list[str
         "arguments, results and temporaries, as memory_analysis() counts them. Nothing was run."
     )
     said = [taken, "Times are floating point operations, counted and not measured."]
-    if any(fit.options):
+    if fit.again is not None:
+        which = "its block" if count == 1 else "all blocks but the last"
+        said.append(f"With {which} run again it would be {fit.again:,} B.")
+    if fit.expected is not None:
         said.append(f"Before this choice was compiled, {fit.expected:,} B were expected of it.")
     if donated:
         said.append("Parameters and optimizer state are taken to be donated: jax.jit(..., donate_argnums=...).")

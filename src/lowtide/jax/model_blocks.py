@@ -34,9 +34,12 @@ def chosen_blocks(params: Any, wanted: Iterable[str]) -> list[str]:
     """The names of the parts of a model that match a name or a pattern; those inside of others are left out.
 
     Raises:
-        InputError: a pattern matches nothing.
+        InputError: a pattern matches nothing, or is no text.
     """
-    patterns = [wanted] if isinstance(wanted, str) else list(wanted)
+    patterns = [wanted] if isinstance(wanted, str) or not isinstance(wanted, Iterable) else list(wanted)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise InputError(f"blocks={wanted!r} is no name; give names or patterns of them, such as 'layers.*'")
     leaves = [path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_array(leaf)]
     names = list(dict.fromkeys(dotted(path[:end]) for path in leaves for end in range(1, len(path) + 1)))
     for pattern in patterns:
@@ -55,8 +58,9 @@ def owners(paths: Sequence[Path], blocks: Iterable[str]) -> list[str | None]:
 
 
 def dotted(path: Path) -> str:
-    """A path as people write it: layers.3."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    """A path as people write it: layers.3; after a "." where it begins with "(", as names of what is no block do."""
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    return f".{name}" if name.startswith("(") else name
 
 
 def _rows(path: Path, tree: Any) -> list[Path]:

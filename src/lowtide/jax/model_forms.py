@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend import core
 
 from lowtide.jax.buffers import instantiated
-from lowtide.jax.jaxprs import is_float
+from lowtide.jax.jaxprs import has_loop, is_float
 from lowtide.jax.layers import Layer
 from lowtide.jax.linear import LinearMap, apply
 from lowtide.jax.model_parts import Model, Part, variables
@@ -131,9 +131,10 @@ def _run_in(part: Part, form: Form, others: Sequence[Any]) -> Run:
     layer = part.layer
     if form.kept is None:
         return layer.run
+    loops = has_loop(layer.jaxpr)
     there = [k for k, var in enumerate(part.given) if var in others and is_float(var.aval)]
     if not form.kept:
-        return lambda consts, x: _rerun(layer.run, there, consts, x)
+        return lambda consts, x: _rerun(layer.run, there, consts, x, loops)
     swapped = (*form.kept, *layer.jaxpr.outvars)
     first = Layer(layer.jaxpr.replace(outvars=list(swapped)), layer.given, tuple(var.aval for var in swapped))
     again = _with_values(layer, swapped)
@@ -141,19 +142,19 @@ def _run_in(part: Part, form: Form, others: Sequence[Any]) -> Run:
     def run(consts: Leaves, x: Leaves) -> Leaves:
         # Results are among the values too: what the first run computes is not computed beside it for the second.
         values = first.run([lax.stop_gradient(leaf) for leaf in consts], [lax.stop_gradient(leaf) for leaf in x])
-        return _rerun(again, there, consts, [*x, *values])
+        return _rerun(again, there, consts, [*x, *values], loops)
 
     return run
 
 
-def _rerun(run: Run, there: Sequence[int], consts: Leaves, x: Leaves) -> Leaves:
+def _rerun(run: Run, there: Sequence[int], consts: Leaves, x: Leaves, loops: bool) -> Leaves:
     """`run_again`, where some of `x`, at the places `there`, are arguments of the whole program.
 
     A rerun waits with a copy of what it starts from, and XLA would copy arguments at once. So a rerun reads them only
     if a flag says so, and the flag waits.
     """
     if not there:
-        return run_again(run, consts, x)
+        return run_again(run, consts, x, loops=loops)
     count, moving = len(consts), [k for k in range(len(x)) if k not in there]
 
     def flagged(every: Leaves, rest: Leaves) -> Leaves:
@@ -161,7 +162,8 @@ def _rerun(run: Run, there: Sequence[int], consts: Leaves, x: Leaves) -> Leaves:
         arguments = [jnp.where(flag, leaf, jnp.zeros_like(leaf)) for leaf in every[count:]]
         return run(every[:count], replaced(replaced([None] * len(x), there, arguments), moving, rest))
 
-    return run_again(flagged, [*consts, *(x[k] for k in there)], [*(x[k] for k in moving), jnp.array(True)])
+    waiting = [*(x[k] for k in moving), jnp.array(True)]
+    return run_again(flagged, [*consts, *(x[k] for k in there)], waiting, loops=loops)
 
 
 def _with_values(layer: Layer, known: Sequence[Any]) -> Run:

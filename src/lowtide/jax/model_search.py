@@ -31,7 +31,8 @@ class Fit:
         peak: the bytes that were asked for.
         taken: bytes of the compiled program.
         plain: of the one that keeps everything.
-        expected: what the options were thought to take before they were compiled.
+        again: of the other end, see `Search`; None where it was not compiled.
+        expected: what the options were thought to take before they were compiled; None if they are an end.
     """
 
     options: Options
@@ -39,40 +40,56 @@ class Fit:
     peak: int
     taken: int
     plain: int
-    expected: int
+    again: int | None
+    expected: int | None
 
 
 class Search:
-    """Choices for one model, each compiled when it is asked for."""
+    """Choices for one model, each compiled when it is asked for.
+
+    What keeps everything is compiled first. It alone does not tell whether what an estimate lacks is in the tapes, and
+    goes with them, or is there whatever is chosen. So where more than half of what can be saved has to be, the other
+    end is compiled too: all blocks run again but the last, whose tape is needed at once.
+    """
 
     def __init__(self, model: Model, program: Program) -> None:
         self._program, self._fixed = program, program.fixed()
         self._rows, self._menus = price(model), [forms(part) for part in model.parts]
-        self._before = (0,) * self._fixed.optimizer_step
-        self._kept = self._before + (0,) * len(self._rows)
-        self.plain = self._compiled(self._kept)
-        self._taken = {self._kept: self.plain}
-        self._expected = dict(self._taken)
-        self._first = self._latest = calibrated(self._rows, self._fixed, (self._kept, self.plain))
+        before = (0,) * self._fixed.optimizer_step
+        self._parts = slice(len(before), None)
+        self._kept = before + (0,) * len(self._rows)
+        self._every = before + tuple(min(1, len(menu) - 1) for menu in self._menus)
+        last = max((k for k, option in enumerate(self._every) if option), default=0)
+        several = sum(self._every) > 1
+        self._again = tuple(0 if several and k == last else option for k, option in enumerate(self._every))
+        self._taken: dict[Options, int] = {}
+        self._expected: dict[Options, int] = {}
+        self.plain = self._end(self._kept)
+        self._chain = self._agreeing(self._kept)
 
     def _compiled(self, options: Options) -> int:
-        chosen = zip(self._menus, options[len(self._before) :], strict=True)
+        chosen = zip(self._menus, options[self._parts], strict=True)
         return self._program.bytes([menu[k] for menu, k in chosen])
 
-    def _bytes(self, options: Options) -> int:
-        """What a choice takes; from then on estimates agree with that, and with what keeping everything takes."""
+    def _end(self, options: Options) -> int:
+        """What a choice takes of which nothing is expected before."""
+        self._taken[options] = self._compiled(options)
+        return self._taken[options]
+
+    def _bytes(self, options: Options, chain: Chain) -> int:
+        """What a choice takes, of which so much is expected as it takes on the chain."""
         if options not in self._taken:
-            self._expected[options] = Blocks(options).bill(self._latest).peak_memory
-            self._taken[options] = self._compiled(options)
-            self._latest = self._agreeing(options)
+            self._expected[options] = Blocks(options).bill(chain).peak_memory
+            self._end(options)
         return self._taken[options]
 
     def _agreeing(self, options: Options) -> Chain:
+        """The chain on which a choice takes what was compiled, and so does the one that keeps everything."""
         points = {choice: self._taken[choice] for choice in (self._kept, options)}
         return calibrated(self._rows, self._fixed, *points.items())
 
     def _seconds(self, options: Options) -> float:
-        return Blocks(options).bill(self._first).seconds
+        return Blocks(options).bill(self._chain).seconds
 
     def within(self, peak: int | str) -> Fit:
         """The fastest choice found that keeps a peak.
@@ -81,31 +98,43 @@ class Search:
             BudgetError: none does; `.least` is the smallest that was compiled.
         """
         limit = parse_budget(peak, self.plain, "peak")
-        options = self._kept if self.plain <= limit else self._near(limit) or self._small(limit)
-        taken, expected = self._taken[options], self._expected[options]
-        return Fit(options, self._agreeing(options), limit, taken, self.plain, expected)
+        options = self._kept if self.plain <= limit else self._upper(limit) or self._lower(limit)
+        again = self._taken.get(self._again) if any(self._again) else None
+        taken, expected = self._taken[options], self._expected.get(options)
+        return Fit(options, self._agreeing(options), limit, taken, self.plain, again, expected)
 
-    def _near(self, limit: int) -> Options | None:
-        """The fastest choice seen that keeps the limit, on the way to one that nearly fills it."""
-        chain, seen = self._first, set[Options]()
+    def _upper(self, limit: int) -> Options | None:
+        """The fastest choice seen that keeps a limit nearer to the one end, where all is kept, than to the other."""
+        return self._near(limit, self._chain) if 2 * limit > self.plain + least_peak(self._chain) else None
+
+    def _lower(self, limit: int) -> Options:
+        """The same where it is nearer to the other end, or where no choice was seen."""
+        self._end(self._again)
+        chain = self._agreeing(self._again)
+        return self._near(limit, chain) or self._small(limit, chain)
+
+    def _near(self, limit: int, chain: Chain) -> Options | None:
+        """The fastest choice seen that keeps the limit, on the way from this chain to one that nearly fills it."""
+        seen = set[Options]()
         for _ in range(_ROUNDS):
             options = choose_blocks(chain, max(limit, least_peak(chain)))
             if options in seen:
                 break
             seen.add(options)
-            self._bytes(options)
+            self._bytes(options, chain)
             chain = self._agreeing(options)
-        return min((options for options in seen if self._bytes(options) <= limit), key=self._seconds, default=None)
+        return min((options for options in seen if self._taken[options] <= limit), key=self._seconds, default=None)
 
-    def _small(self, limit: int) -> Options:
+    def _small(self, limit: int, chain: Chain) -> Options:
         """The same choices whatever the limit, so that the least of them works when it is asked for."""
-        found: list[Options] = [choose_blocks(self._first, int(share * least_peak(self._first))) for share in _LEAST]
-        found += [self._kept, self._before + tuple(min(1, len(menu) - 1) for menu in self._menus)]
-        least = min(map(self._bytes, found))
-        while (smaller := self._near(least - 1)) is not None:
+        found: list[Options] = [choose_blocks(chain, int(share * least_peak(chain))) for share in _LEAST]
+        self._end(self._every)  # to run the last block again too may take more or less: XLA orders it differently
+        found += [self._kept, self._again, self._every]
+        least = min(self._bytes(options, chain) for options in found)
+        while (smaller := self._near(least - 1, chain)) is not None:
             found.append(smaller)
-            least = self._bytes(smaller)
+            least = self._taken[smaller]
         if least > limit:
             ways = "raise the peak, or make the step smaller (a smaller batch, more and smaller blocks)"
-            raise BudgetError(limit, least, ways)
-        return min((options for options in found if self._bytes(options) <= limit), key=self._seconds)
+            raise BudgetError(limit, least, ways, "peak")
+        return min((options for options in found if self._taken[options] <= limit), key=self._seconds)

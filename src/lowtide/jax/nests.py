@@ -12,6 +12,7 @@ from typing import Any
 
 from lowtide.actions import Advance, Backward, Drop, Restore, Save, Tape, Tier
 from lowtide.errors import InputError
+from lowtide.jax.jaxprs import has_loop
 from lowtide.jax.layer_costs import Steps
 from lowtide.jax.layers import Layer
 from lowtide.jax.rerun import Run, gate, run_again
@@ -73,7 +74,11 @@ def runner(layers: Sequence[Layer], items: Nest) -> Run:
         rest = iter(consts)
         for item in items:
             mine, x = gate([next(rest) for k in _inside(item) for _ in layers[k].jaxpr.constvars], x)
-            x = layers[item].run(mine, x) if isinstance(item, int) else run_again(runner(layers, item), mine, x)
+            if isinstance(item, int):
+                x = layers[item].run(mine, x)
+            else:
+                loops = any(has_loop(layers[k].jaxpr) for k in _inside(item))
+                x = run_again(runner(layers, item), mine, x, loops=loops)
         return x
 
     return run

@@ -4,6 +4,10 @@
 gone before the program's operations are put in order, and a rerun that waits for nothing is run early, beside
 everything that is still stored: 40 MiB for 16 layers that take 34 plainly, where 16 would do. So here a rerun *waits*:
 what it starts from is made to depend on the cotangents that it is run for.
+
+A loop also starts from zeros: the rows that it writes what it stacks into. They are made of nothing and so wait for
+nothing, and XLA makes them early, for all reruns at once. So a rerun with a loop in it is the branch of a condition
+that waits, and what is made of nothing is made inside of the branch.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import ad, batching, mlir
 
-from lowtide.jax.buffers import instantiated
+from lowtide.jax.buffers import instantiated, zeros
 from lowtide.jax.jaxprs import is_float
 from lowtide.jax.linear import LinearMap, apply
 from lowtide.jax.lowering import with_zeros
@@ -29,8 +34,8 @@ from lowtide.jax.taping import replaced
 Run = Callable[[Leaves, Leaves], Leaves]
 
 
-def run_again(run: Run, consts: Leaves, x: Leaves) -> Leaves:
-    """`run(consts, x)`, of which nothing is kept for the backward but its arguments.
+def run_again(run: Run, consts: Leaves, x: Leaves, *, loops: bool) -> Leaves:
+    """`run(consts, x)`, of which nothing is kept for the backward but its arguments; `loops` says if one is in it.
 
     The rerun waits with all of `x`, and with those of `consts` that are no floats: keys of random draws above all.
     Floats among them are weights, which need not be copied.
@@ -42,7 +47,7 @@ def run_again(run: Run, consts: Leaves, x: Leaves) -> Leaves:
         moving = tuple(k for k, tangent in enumerate(directions) if not isinstance(tangent, SymbolicZero))
         out = again(*primals)
         active = tuple(k for k, leaf in enumerate(out) if is_float(jax.typeof(leaf)))
-        back = _Back(run, len(primals[0]), moving, active)
+        back = _Back(run, len(primals[0]), moving, active, loops)
         like = [out[k] for k in active]
         moved = apply(LinearMap(back.tangents, back.cotangents), leaves, [directions[k] for k in moving], like)
         return out, with_zeros(out, active, moved)
@@ -56,8 +61,8 @@ def run_again(run: Run, consts: Leaves, x: Leaves) -> Leaves:
 class _Back:
     """The ways of tangents and cotangents through `run`, for the leaves at the places `moving` and `active`."""
 
-    def __init__(self, run: Run, consts: int, moving: tuple[int, ...], active: tuple[int, ...]) -> None:
-        self._run, self._consts = run, consts
+    def __init__(self, run: Run, consts: int, moving: tuple[int, ...], active: tuple[int, ...], loops: bool) -> None:
+        self._run, self._consts, self._loops = run, consts, loops
         self._moving, self._active = moving, active
 
     def tangents(self, leaves: Leaves, directions: Leaves) -> Leaves:
@@ -65,16 +70,27 @@ class _Back:
         return out
 
     def cotangents(self, leaves: Leaves, cotangents: Leaves) -> Leaves:
-        ready = [cotangent for cotangent in cotangents if not isinstance(cotangent, SymbolicZero)]
+        there = [k for k, cotangent in enumerate(cotangents) if not isinstance(cotangent, SymbolicZero)]
+        ready = [cotangents[k] for k in there]
         waiting = [k for k, leaf in enumerate(leaves) if k >= self._consts or not is_float(jax.typeof(leaf))]
         leaves = replaced(leaves, waiting, after([leaves[k] for k in waiting], ready))
-        run, primals = self._of_moving(leaves)
+
+        def pulled(leaves: Leaves, ready: Leaves) -> Leaves:
+            run, primals = self._of_moving(leaves)
+            out, pull = jax.vjp(run, *primals)
+            pairs = zip(replaced(cotangents, there, ready), out, strict=True)
+            (back,) = pull([instantiated(cotangent, jax.typeof(leaf)) for cotangent, leaf in pairs])
+            return list(back)
+
+        def nothing(leaves: Leaves, _: Leaves) -> Leaves:
+            return [zeros(jax.typeof(leaves[k])) for k in self._moving]
+
         # Names of operations say inside what they are; where ranges lie in ranges they would double with each.
         with source_info_util.reset_name_stack():
-            out, pull = jax.vjp(run, *primals)
-            pairs = zip(cotangents, out, strict=True)
-            (back,) = pull([instantiated(cotangent, jax.typeof(leaf)) for cotangent, leaf in pairs])
-        return list(back)
+            if not self._loops:
+                return pulled(leaves, ready)
+            back: Leaves = lax.cond(_waited(ready), pulled, nothing, leaves, ready)
+            return back
 
     def _of_moving(self, leaves: Leaves) -> tuple[Callable[[Leaves], Leaves], tuple[Leaves]]:
         def run(some: Leaves) -> Leaves:
@@ -151,19 +167,11 @@ def _barrier(_: Any, *leaves: Any, count: int) -> Leaves:
 
 
 def _loop(_: Any, *leaves: Any, count: int) -> Leaves:
-    """The leaves, from a loop that runs while the first element of an array in `ready` is equal to itself and not.
+    """The leaves, from a loop that runs while something is odd in `ready`, which is never.
 
-    It never runs, but XLA does not know that of floats, and so it makes those arrays first. What goes through a loop is
-    stored as an array, which is what a snapshot should be.
+    What goes through a loop is stored as an array, which is what a snapshot should be.
     """
-    odd = None
-    for array in leaves[count:]:
-        rank = len(array.type.shape)
-        if 0 not in array.type.shape:
-            one = hlo.slice(array, *map(mlir.dense_int_array, ([0] * rank, [1] * rank, [1] * rank)))
-            now = hlo.and_(*(hlo.compare(one, one, hlo.ComparisonDirectionAttr.get(how)) for how in ("EQ", "NE")))
-            now = hlo.reshape(mlir.ir.RankedTensorType.get([], now.type.element_type), now)
-            odd = now if odd is None else hlo.or_(odd, now)
+    odd = _odd(leaves[count:])
     if odd is None:
         return list(leaves[:count])
     state = [odd, *leaves[:count]]
@@ -175,6 +183,22 @@ def _loop(_: Any, *leaves: Any, count: int) -> Leaves:
     with mlir.ir.InsertionPoint(body):
         hlo.return_([_zeros(value) for value in state])  # what is passed through unchanged would be taken out
     return list(loop.results)[1:]
+
+
+def _odd(ready: Sequence[Any]) -> Any:
+    """Whether the first element of one of these arrays is equal to itself and not; None if there are no elements.
+
+    It never is, but XLA does not know that of floats, and so it makes those arrays first.
+    """
+    odd = None
+    for array in ready:
+        rank = len(array.type.shape)
+        if 0 not in array.type.shape:
+            one = hlo.slice(array, *map(mlir.dense_int_array, ([0] * rank, [1] * rank, [1] * rank)))
+            now = hlo.and_(*(hlo.compare(one, one, hlo.ComparisonDirectionAttr.get(how)) for how in ("EQ", "NE")))
+            now = hlo.reshape(mlir.ir.RankedTensorType.get([], now.type.element_type), now)
+            odd = now if odd is None else hlo.or_(odd, now)
+    return odd
 
 
 def _zeros(like: Any) -> Any:
@@ -189,3 +213,30 @@ ad.primitive_jvps[_after_p] = _jvp
 batching.primitive_batchers[_after_p] = _batch
 mlir.register_lowering(_after_p, _barrier)
 mlir.register_lowering(_after_p, _loop, platform="cpu")
+
+
+def _waited(ready: Leaves) -> Any:
+    """True, which a program compiled for the CPU has only when the arrays `ready` are there.
+
+    Elsewhere it is a number, and XLA takes the condition away that it is for: what waits there waits at a barrier.
+    """
+    return _waited_p.bind(*(lax.stop_gradient(leaf) for leaf in ready))
+
+
+_waited_p = core.Primitive("lowtide_waited")
+
+
+def _true(*_: Any) -> Any:
+    return np.True_
+
+
+def _not_odd(_: Any, *ready: Any) -> Leaves:
+    odd = _odd(ready)
+    return [mlir.ir_constant(np.True_) if odd is None else hlo.not_(odd)]
+
+
+_waited_p.def_impl(_true)
+_waited_p.def_abstract_eval(lambda *_: jax.typeof(np.True_))
+batching.primitive_batchers[_waited_p] = lambda args, _: (_waited_p.bind(*args), None)
+mlir.register_lowering(_waited_p, mlir.lower_fun(_true, multiple_results=False))
+mlir.register_lowering(_waited_p, _not_odd, platform="cpu")
