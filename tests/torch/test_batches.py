@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,9 @@ class _Reading(nn.Module):
         return x.mean()
 
 
-@pytest.mark.parametrize("form", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"x": x}])
+@pytest.mark.parametrize(
+    "form", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"x": x}, lambda x: UserDict(x=x)]
+)
 def test_batches_of_every_form_and_models_that_look_at_values(form: Callable[[torch.Tensor], Any]) -> None:
     model = _Reading()
     found = lt.largest_batch(model, lambda size: form(torch.randn(size, 8)), "64KiB")
@@ -134,3 +137,51 @@ def test_an_error_about_one_example_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(batches, "plan_model", refuses)
     with pytest.raises(BudgetError, match="for once"):
         lt.largest_batch(_Reading(), lambda size: torch.randn(size**8, 8), 20_000)
+
+
+class _Attending(nn.Module):
+    """Bytes grow with the square of the length; may look at values."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3))
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of what the blocks make of it."""
+        for block in self.blocks:
+            x = block(x) if not self.reads or x.sum().item() < 1e9 else x
+        return x.mean()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_lengths_are_found_without_one_that_is_far_too_long(reads: bool) -> None:
+    asked: list[int] = []
+
+    def make_batch(size: int) -> torch.Tensor:
+        asked.append(size)
+        return torch.randn(1, size, 8)
+
+    found = lt.largest_batch(_Attending(reads=reads), make_batch, "512KiB")
+    assert len(asked) < 30
+    if reads:  # each is run
+        assert max(asked) < 1.1 * found.size
+
+
+class _ReadsWhenLong(_Attending):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Looks at values of long ones only."""
+        self.reads = x.shape[1] > 8
+        return super().forward(x)
+
+
+def test_a_model_that_looks_at_values_only_at_some_sizes() -> None:
+    asked: list[int] = []
+
+    def make_batch(size: int) -> torch.Tensor:
+        asked.append(size)
+        return torch.randn(1, size, 8)
+
+    found = lt.largest_batch(_ReadsWhenLong(reads=False), make_batch, "512KiB")
+    again = asked.index(1, 1)  # from the smallest on
+    assert max(asked[again:]) < 1.1 * found.size

@@ -1,4 +1,7 @@
-"""How far a rerun goes that draws random numbers: not beyond torch's, and the numbers are those of the first run."""
+"""How far a rerun goes that draws random numbers: not beyond torch's, and the numbers are those of the first run.
+
+Also of functions that draw and put the generator back, so that nothing seems to have been drawn.
+"""
 
 from __future__ import annotations
 
@@ -212,3 +215,123 @@ def test_a_function_that_is_none_of_pythons_runs_to_its_end() -> None:
     expected = [*torch.autograd.grad(torch.dropout(x, 0.5, train=True).sum(), [x]), torch.rand(1)]
     assert all(map(same_bits, found, expected))
     assert sys.getprofile() is None
+
+
+own_torch, own_python, own_bits = torch.Generator(), random.Random(3), np.random.PCG64(3)
+
+
+def in_a_fork(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return torch.dropout(x.sin(), 0.5, train=True).sin()
+
+
+def drawn_and_put_back(x: torch.Tensor) -> torch.Tensor:
+    state, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    y = (x * torch.rand(8) * random.random() * np.random.rand()).sin().sin()  # noqa: NPY002
+    torch.set_rng_state(state)
+    random.setstate(pythons)
+    np.random.set_state(numpys)  # noqa: NPY002
+    return y
+
+
+def seeded_and_put_back(x: torch.Tensor) -> torch.Tensor:
+    state, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)  # noqa: NPY002
+    y = (x * torch.rand(8) * random.random() * np.random.rand()).sin().sin()  # noqa: NPY002
+    torch.set_rng_state(state)
+    random.setstate(pythons)
+    np.random.set_state(numpys)  # noqa: NPY002
+    return y
+
+
+def read_only(x: torch.Tensor) -> torch.Tensor:
+    return (x * torch.rand(8, generator=torch.Generator().set_state(torch.get_rng_state()))).sin()
+
+
+def its_own_put_back(x: torch.Tensor) -> torch.Tensor:
+    state, pythons = own_torch.get_state(), own_python.getstate()
+    y = (x * torch.rand(8, generator=own_torch) * own_python.random()).sin().sin()
+    own_torch.set_state(state)
+    own_python.setstate(pythons)
+    return y
+
+
+def its_own_seeded(x: torch.Tensor) -> torch.Tensor:
+    own_torch.manual_seed(5)
+    return (x * torch.rand(8, generator=own_torch)).sin().sin()
+
+
+def bare_bits(x: torch.Tensor) -> torch.Tensor:
+    return (x * float(np.random.Generator(own_bits).random())).sin()
+
+
+def nothing(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().sin()
+
+
+def everywhere_drawn() -> list[float]:
+    return [
+        *(torch.rand(1).item(), random.random(), np.random.rand()),  # noqa: NPY002
+        *(torch.rand(1, generator=own_torch).item(), own_python.random(), np.random.Generator(own_bits).random()),
+    ]
+
+
+@pytest.mark.parametrize("moved_since", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(in_a_fork, drawn_and_put_back, seeded_and_put_back, read_only, its_own_put_back, its_own_seeded, bare_bits),
+        nothing,
+    ],
+)
+def test_a_generator_that_ends_where_it_began_starts_there_again(function: Checkpoint, moved_since: bool) -> None:
+    """And is left where it was, although the rerun ends before the function puts anything back."""
+
+    def results(checkpoint: Checkpoint) -> tuple[list[torch.Tensor], list[float]]:
+        torch.manual_seed(0)
+        own_torch.manual_seed(5)
+        for seed in (random.seed, np.random.seed, own_python.seed):
+            seed(0)
+        own_bits.state = np.random.PCG64(3).state
+        x = torch.linspace(0.1, 0.9, 8, requires_grad=True)
+        y = checkpoint(function, checkpoint(function, x))
+        drawn = everywhere_drawn() if moved_since else []
+        (gradient,) = torch.autograd.grad(y.sum(), [x])
+        return [y, gradient], drawn + everywhere_drawn()
+
+    (found, numbers), (expected, expected_numbers) = results(lt.checkpoint), results(plainly)
+    assert all(map(same_bits, found, expected))
+    assert numbers == expected_numbers
+
+
+def test_it_ends_as_early_as_one_that_draws_nothing() -> None:
+    ended: SimpleQueue[str] = SimpleQueue()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = in_a_fork(x)
+        ended.put("again")
+        return y
+
+    y = lt.checkpoint(function, torch.randn(8, requires_grad=True))
+    torch.rand(1)
+    y.sum().backward()
+    assert ended.qsize() == 1
+
+
+def test_quiet_calls_share_the_states_that_they_found() -> None:
+    x = torch.randn(8, requires_grad=True)
+
+    def starts(function: Checkpoint) -> Any:
+        y: Any = lt.checkpoint(function, x)
+        return y.grad_fn._raw_saved_self.unpack_hook.__self__._standstill
+
+    def with_its_own(x: torch.Tensor) -> torch.Tensor:
+        assert own_torch.device.type == "cpu"
+        return x.sin()
+
+    first, second, own = starts(torch.sin), starts(torch.sin), starts(with_its_own)
+    assert first is second
+    assert all(then is now for then, now in zip(first._states, own._states, strict=False))
+    assert len(own._states) == len(first._states) + 1

@@ -6,6 +6,7 @@ import os
 import socket
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,45 @@ def test_data_parallel_training(tmp_path: Path) -> None:
         pytest.skip("this torch has no gloo")
     names = [name for _, name in socket.if_nameindex()]
     spawn(_work, args=(str(tmp_path), "lo" if "lo" in names else names[0]), nprocs=2)
+
+
+def test_planning_leaves_the_cache_of_autocast_on() -> None:
+    assert torch.is_autocast_cache_enabled()
+    model("gpt2").least()
+    assert torch.is_autocast_cache_enabled()
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    """As `nn.DataParallel` makes them, with parameters that are zero."""
+    made: Any = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        made._modules[name] = None if child is None else _replica(child)
+    made._parameters = {}
+    for name, parameter in module._parameters.items():
+        object.__setattr__(made, name, None if parameter is None else parameter * 0)
+    return made  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_run_with_their_own_parameters(kind: str) -> None:
+    made = made_of(kind)
+    torch.manual_seed(0)
+    plain, _ = made._replace(module=_replica(made.module)).run()
+    lt.apply(plan_of(kind), made.module)
+    torch.manual_seed(0)
+    planned, _ = made._replace(module=_replica(made.module)).run()
+    assert same_bits(planned, plain)
+    torch.manual_seed(0)
+    assert not same_bits(made.run()[0], plain)
+
+
+def test_a_replica_of_what_others_have_wrapped_calls_what_they_call() -> None:
+    made = made_of("rerun")
+    lt.apply(plan_of("rerun"), made.module)
+    block = next(part for part in made.module.modules() if "forward" in part.__dict__)
+    block.forward = partial(_called, block.forward)
+    assert block._replicate_for_data_parallel().forward is block.forward
+
+
+def _called(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)

@@ -7,7 +7,8 @@ run once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -45,8 +46,9 @@ def largest_batch(
 ) -> Batch:
     """The largest batch with which a training step stays within a peak, and the plan for it, to be applied.
 
-    Sizes are tried on paper; the answer is planned for real, and one step of it is run and measured. Memory never runs
-    out on the way.
+    Sizes are tried on paper; the answer is planned for real, and one step of it is run and measured. Where a model looks
+    at values, smaller sizes are run for real, from the smallest on, and none that would not fit even if bytes grew with
+    the square of the size, but for one example more.
 
     Args:
         model: see `plan_model`.
@@ -82,7 +84,7 @@ def largest_batch(
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a model is called with for a batch."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):  # a BatchEncoding too
         return (), dict(batch)
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
@@ -114,16 +116,27 @@ class _Search:
 
     def largest(self, peak: int) -> int:
         """The largest size whose least peak is at most this one."""
+        try:
+            return self._largest(peak)
+        except _NotOnPaperError:  # it looks at values, perhaps only at some sizes
+            self._on_paper = False
+            self._predicted.clear()
+            return self._largest(peak)
+
+    def _largest(self, peak: int) -> int:
         first = self._begin()
         if self._least(first) > peak:
             ways = f"raise the peak, or take a smaller model: a batch of {first:,} does not fit"
             raise BudgetError(peak, self._least(first), ways, "peak")
+        gap = 0
         for _ in range(_TRIES):
             low = max(size for size in self._predicted if self._least(size) <= peak)
             high = min((size for size in self._predicted if size > low), default=0)
             if high == low + 1:
                 break
-            self._least(self._next(low, high, peak))
+            # A line through two points of a curve may come nearer by little each time.
+            creeping, gap = bool(high) and 2 * (high - low) > gap > 0, high - low if high else 0
+            self._least((low + high) // 2 if creeping else self._next(low, high, peak))
         return low
 
     def _begin(self) -> int:
@@ -153,12 +166,20 @@ class _Search:
                 "let make_batch make as many as it is asked for"
             )
         guess = low + int((peak - self._least(low)) / rise)
+        if not self._on_paper:
+            guess = min(guess, self._careful(low, peak))
         if guess > _MOST:
             raise InputError(
                 f"more than {_MOST:,} examples would fit into {format_size(peak)}; give a smaller peak, or choose"
             )
         guess = max(guess, low + 1)
         return min(guess, high - 1) if high else guess
+
+    def _careful(self, low: int, peak: int) -> int:
+        """The largest size that fits even if bytes grow with the square of the size, as attention's do."""
+        (first, few), (second, more) = sorted((size, self._least(size)) for size in self._predicted)[:2]
+        always = max(0, few - first * (more - few) // (second - first))  # bytes that are there for any size
+        return int(low * math.sqrt((peak - always) / max(1, self._least(low) - always)))
 
     def _least(self, size: int) -> int:
         if size in self._turned_out:
@@ -173,8 +194,11 @@ class _Search:
         try:
             with planning(self._model, args, kwargs, self._optimizer, self._loss, device) as found:
                 return least_peak(found.measure(timed=False))
-        except InputError:
+        except InputError as error:
             if not self._on_paper:
                 raise
-            self._on_paper = False  # it looks at values
-            return self._predict(size)
+            raise _NotOnPaperError from error
+
+
+class _NotOnPaperError(Exception):
+    """The model cannot be run without values."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from functools import partial
 from itertools import count
@@ -32,7 +32,7 @@ from lowtide.errors import CheckpointError, InputError
 from lowtide.torch import recording
 from lowtide.torch.ambient import Ambient
 from lowtide.torch.bits import fingerprint
-from lowtide.torch.draws import Draws, OtherDrawsError
+from lowtide.torch.draws import Draws, OtherDrawsError, Standstill
 from lowtide.torch.kept import KeptTensors
 from lowtide.torch.mismatch import Differs, Likeness, Naming, Place, in_words, value_in_words
 from lowtide.torch.reach import ATOMS
@@ -173,6 +173,7 @@ class _Call:
         "_keys",
         "_likes",
         "_places",
+        "_standstill",
         "_surroundings",
         "_values",
         "_wheres",
@@ -208,7 +209,8 @@ class _Call:
         self._wheres: list[Place] | None = None
         self._hidden: KeptTensors | None = None
         self._surroundings: Surroundings | None = None
-        self._draws: Draws | None = None
+        self._draws: Draws | None = None  # also while it is not known yet whether there are any
+        self._standstill: Standstill | None = None  # instead, if no generator was moved
         self._take(args, kwargs)
 
     # --- the first run
@@ -302,7 +304,9 @@ class _Call:
         assert self._surroundings is not None
         self._count = self.saved_so_far()
         if self._draws is not None and drawn is not None:
-            self._draws = self._draws.finish(drawn, self._count)
+            found = self._draws.finish(drawn, self._count)
+            if isinstance(found, Standstill):
+                self._draws, self._standstill = None, found
         self._held.settle()
         self._surroundings, hidden = self._surroundings.finish()
         if hidden:
@@ -423,8 +427,10 @@ class _Call:
             positional = len(leaves) - len(self._keys)
             kwargs = dict(zip(self._keys, leaves[positional:], strict=True))
             leaves = leaves[:positional]
+        still = nullcontext() if self._standstill is None else self._standstill.again()
         if self._surroundings is None and self._draws is None and self._context is None and self._ambient.is_now():
-            self._run_here(pack, saved, leaves, kwargs)
+            with still:
+                self._run_here(pack, saved, leaves, kwargs)
             return
         with ExitStack() as contexts:
             if self._surroundings is not None:
@@ -432,6 +438,7 @@ class _Call:
                 contexts.enter_context(self._surroundings.as_before(hidden))
             if self._draws is not None:
                 contexts.enter_context(self._draws.again(to_the_end=whole and self._values is None))
+            contexts.enter_context(still)
             if not self._ambient.is_now():
                 contexts.enter_context(self._ambient.again(cached=True))
             if self._context is not None:

@@ -5,6 +5,9 @@ numpy that everybody shares, and its own. Of those that moved, the state before 
 after. A rerun starts from the one and must end at the other; having come there, it need not go on to its end. Nor has
 it to draw what only comes after all that is needed of it, where an inner call has seen in which state that was.
 
+A generator that did not move may have been drawn from all the same, and then put back; so where a function moved none,
+a rerun starts from the same states too.
+
 Shared generators can be moved by other threads at any time. Functions that are known to draw take turns. Threads that
 draw by themselves take none, and where states agree it may be by chance; so as soon as several threads run
 checkpointed functions, the values of what autograd saves are compared instead.
@@ -20,6 +23,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -109,13 +113,14 @@ _PYTHON_LAYOUT_IS_KNOWN = _python_layout_is_known()
 
 
 class _Numpy:
-    """A generator object of numpy's, old or new."""
+    """A generator object of numpy's, old or new, or the bits behind a new one."""
 
     __slots__ = ("_bits", "_generator", "name", "shared")
 
-    def __init__(self, generator: np.random.Generator | np.random.RandomState) -> None:
+    def __init__(self, generator: np.random.Generator | np.random.RandomState | np.random.BitGenerator) -> None:
         self._generator = generator
-        self._bits = generator.bit_generator if isinstance(generator, np.random.Generator) else None
+        bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+        self._bits = bits if isinstance(bits, np.random.BitGenerator) else None
         self.name = f"a numpy {type(generator).__name__}"
         self.shared = False
 
@@ -261,6 +266,25 @@ class _Traffic:
 
 _traffic = _Traffic()
 _PATIENCE = 10.0  # seconds to wait for a turn
+
+
+class _Turn:
+    """A rerun that writes states, in turn with others."""
+
+    __slots__ = ("_ticket", "is_had")
+
+    def __init__(self) -> None:
+        self.is_had = _traffic.turn.acquire(timeout=_PATIENCE)
+        self._ticket = _traffic.enter(disturbs=not self.is_had)
+
+    def end(self) -> bool:
+        """Whether another thread may have disturbed it."""
+        crowded = _traffic.leave(self._ticket, self.is_had)
+        if self.is_had:
+            _traffic.turn.release()
+        return crowded
+
+
 # Functions, by the identity of their code or of themselves, that drew from a shared generator, and those that had the
 # chance and did not. Should an identity be used again, it is put right at the next run.
 _drawing: set[int] = set()
@@ -322,12 +346,12 @@ class Draws:
         """An inner call begins, whose arguments were the last of so many tensors that were saved."""
         self._inner = (saved, inner._states[: len(inner._states) - len(inner._own)])
 
-    def finish(self, now: list[Any], saved: int) -> Draws | None:
-        """What a rerun needs, which has to save so many tensors; None if nothing was drawn."""
+    def finish(self, now: list[Any], saved: int) -> Draws | Standstill:
+        """What a rerun needs, which has to save so many tensors."""
         if not self._crowded:
             if now == self._states:
                 _learn(self._key, _quiet, _drawing)
-                return None
+                return Standstill.at(self._sources(), self._states, shared=not self._own)
             _learn(self._key, _drawing, _quiet)
         last = now
         if self._inner is not None and self._inner[0] == saved:
@@ -357,8 +381,7 @@ class Draws:
         moved = self._moved
         if moved is None:  # the first run is not over yet
             moved = [(source, start, 0) for source, start in zip(self._sources(), self._states, strict=True)]
-        has_turn = _traffic.turn.acquire(timeout=_PATIENCE)
-        ticket = _traffic.enter(disturbs=not has_turn)
+        turn = _Turn()
         held = [(source, source.read()) for source, _, _ in moved]
         try:
             for source, start, _ in moved:
@@ -371,11 +394,9 @@ class Draws:
             self._stopped = None
             for source, state in held:
                 source.write(state)
-            crowded = _traffic.leave(ticket, has_turn)
-            if has_turn:
-                _traffic.turn.release()
+            crowded = turn.end()
         for (source, start, expected), end in zip(moved, ends, strict=False):
-            if end == start and has_turn:
+            if end == start and turn.is_had:
                 continue  # nothing was drawn from this one; if it moved in the first run, another thread moved it
             _learn(self._key, _drawing, _quiet)
             # If others have drawn since, they may have done so then, unseen.
@@ -391,6 +412,72 @@ class Draws:
             return False
         self._stopped = states
         return True
+
+
+class Standstill:
+    """Where a first run found its generators, if it left all of them there.
+
+    Calls between which nothing is drawn find the same states, and those that have no generator of their own share all
+    of this, so that it takes no memory for each.
+    """
+
+    __slots__ = ("_sources", "_states")
+    _latest: ClassVar[Standstill | None] = None
+
+    def __init__(self, sources: tuple[_Source, ...], states: list[Any]) -> None:
+        self._sources = sources
+        self._states = states
+
+    @classmethod
+    def at(cls, sources: tuple[_Source, ...], states: list[Any], *, shared: bool) -> Standstill:
+        """These generators in these states; `shared` if all of them are."""
+        latest = cls._latest
+        if latest is not None:
+            if latest._states == states and shared:
+                return latest
+            pairs = zip_longest(states, latest._states[: len(states)])
+            states = [then if then == now else now for now, then in pairs]
+        found = cls(sources, states)
+        if shared:  # it must not keep anybody's own generator alive
+            cls._latest = found
+        return found
+
+    def again(self) -> _StartingThere:
+        """Inside, generators start where they did; afterwards they are where they were."""
+        return _StartingThere(self)
+
+    def elsewhere(self) -> list[tuple[_Source, Any, Any]]:
+        """Generators that are in another state now: each with the state here, and that one."""
+        pairs = zip(self._sources, self._states, strict=True)
+        # One at a time, so that the next state is read into memory that is free again.
+        return [(source, state, now) for source, state in pairs if (now := source.read()) != state]
+
+
+class _StartingThere:
+    """See `Standstill.again`; a class, because at every rerun it is quicker than a generator function."""
+
+    __slots__ = ("_held", "_start", "_turn")
+
+    def __init__(self, start: Standstill) -> None:
+        self._start = start
+        self._turn: _Turn | None = None
+        self._held: dict[_Source, Any] = {}
+
+    def __enter__(self) -> None:
+        if self._start.elsewhere():
+            self._turn = _Turn()
+            for source, state, now in self._start.elsewhere():
+                self._held[source] = now
+                source.write(state)
+
+    def __exit__(self, *_: object) -> None:
+        # Whatever the rerun moved: one that was ended early has put nothing back.
+        for source, state, _now in self._start.elsewhere():
+            self._held.setdefault(source, state)
+        for source, state in self._held.items():
+            source.write(state)
+        if self._turn is not None:
+            self._turn.end()
 
 
 class OtherDrawsError(CheckpointError):

@@ -39,7 +39,9 @@ def plan_model(
 ) -> Plan:
     """The fastest plan with which a whole training step of the model stays within a peak.
 
-    The model is measured, and left as it was: parameters, gradients, buffers, random numbers. See `apply`.
+    The model is measured, and left as it was: parameters, gradients, buffers, random numbers. Its hooks on parameters
+    are silent meanwhile; hooks on the nodes that accumulate gradients, as some wrappers for several devices have them,
+    are not, so plan the model before it is wrapped. See `apply`.
 
     Args:
         model: any `nn.Module`, in the mode in which it will be trained.

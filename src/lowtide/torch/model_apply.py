@@ -104,7 +104,10 @@ def ways_of(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, Way]]:
         if not name.startswith(OUTSIDE):
             block = _submodule(model, "" if name == ROOT else name)
             for path, way in Form.parse(plan.chain[k].menu[option].name).ways:
-                ways.append((_submodule(block, path), way))
+                module = _submodule(block, path)
+                if way.nest is not None:
+                    way.nest.check(module)
+                ways.append((module, way))
     return ways
 
 

@@ -171,14 +171,16 @@ class Planning:
         self._randomness.restore()
 
         def run() -> Any:
+            caching = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(self._caches)
-            output = self._model(*args, **kwargs)
-            value = loss_of(output, self._loss)
-            ours = {id(tensor) for tensor in (*self._model.parameters(), *tensors_of((args, kwargs)))}
-            others = pull_back(value, ours)
-            torch.clear_autocast_cache()
-            torch.set_autocast_cache_enabled(False)
-            return output, value, others
+            try:
+                output = self._model(*args, **kwargs)
+                value = loss_of(output, self._loss)
+                ours = {id(tensor) for tensor in (*self._model.parameters(), *tensors_of((args, kwargs)))}
+                return output, value, pull_back(value, ours)
+            finally:
+                torch.clear_autocast_cache()
+                torch.set_autocast_cache_enabled(caching)
 
         return run
 

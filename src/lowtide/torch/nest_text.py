@@ -95,14 +95,22 @@ class Nest:
             else:
                 yield part
 
+    def check(self, row: nn.Module) -> None:
+        """Say why a module cannot be run so."""
+        layers, most = len(list(row.children())), max(leaf.stop for leaf in self.leaves())
+        if not isinstance(row, nn.Sequential) or type(row).forward is not nn.Sequential.forward:
+            raise InputError(
+                f"the plan is for an nn.Sequential, and this {type(row).__name__} is none; plan again with plan_model"
+            )
+        if most != layers:
+            raise InputError(
+                f"the plan is for {most:,} layers, and this {type(row).__name__} has {layers:,}; plan again with "
+                "plan_model"
+            )
+
     def run(self, row: nn.Module, x: Any) -> Any:
         """Run the layers of an `nn.Sequential` so."""
         layers, leaves = list(row.children()), list(self.leaves())
-        if leaves[-1].stop != len(layers):
-            raise InputError(
-                f"the plan is for {leaves[-1].stop:,} layers, and this {type(row).__name__} has {len(layers):,}; "
-                "plan again with plan_model"
-            )
         steps = tuple(tuple(layers[leaf.start : leaf.stop]) for leaf in leaves)
 
         def leanly(step: tuple[Layer, ...], k: int, _: int, state: Any) -> Any:

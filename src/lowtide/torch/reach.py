@@ -36,7 +36,7 @@ ATOMS = frozenset(
 )
 _CODE = frozenset({type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType})
 CONTAINERS = (list, dict, set, deque)
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _NAMESPACES = frozenset({types.SimpleNamespace, argparse.Namespace})
 # Of longer containers only the first entries are looked at: those are data. Nor is anything further away than this.
 _MOST_ENTRIES = 100

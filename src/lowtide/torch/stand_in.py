@@ -5,6 +5,7 @@ Hooks, names, parameters and `state_dict` know nothing of it, and copies and pic
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+_REPLICATE = "_replicate_for_data_parallel"
 _NAME = "_lowtide_forward"  # where a module has what stands in, should others wrap its `forward` afterwards
 
 
@@ -48,6 +50,7 @@ class StandIn:
         """Stand in from now on."""
         self.is_on = True
         self.module.__dict__["forward"] = self.module.__dict__[_NAME] = self
+        self.module.__dict__[_REPLICATE] = self.replica
 
     def remove(self) -> None:
         """Let the module be as it was."""
@@ -56,10 +59,21 @@ class StandIn:
         if self.module.__dict__.get("forward") is not self:
             self.is_on = False
             return
-        for name, value in (("forward", self.was), (_NAME, self.before)):
+        replicate = None if self.before is None else self.before.replica
+        for name, value in (("forward", self.was), (_NAME, self.before), (_REPLICATE, replicate)):
             del self.module.__dict__[name]
             if value is not None:
                 self.module.__dict__[name] = value
+
+    def replica(self) -> nn.Module:
+        """A copy of the module as `nn.DataParallel` makes them: with its own parameters, and so its own stand-in."""
+        made: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
+        twin = copy.copy(self)
+        twin.module = made
+        if made.__dict__["forward"] is self:
+            made.__dict__["forward"] = twin
+        made.__dict__[_NAME] = twin
+        return made
 
 
 def stands_in(module: nn.Module) -> StandIn | None:
