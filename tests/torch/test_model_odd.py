@@ -405,3 +405,91 @@ def test_children_whose_names_cannot_be_told_apart_have_no_form_of_their_own() -
     plan = made.plan(made.least())
     assert set(decisions(plan)) == {"blocks.0", "blocks.1", "blocks.2"}
     assert not any("go" in entry.name for entry in plan.chain[0].menu)
+
+
+class _Refusing(Mlp):
+    """Cannot be run by itself: it wants what another layer has made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Refuses leaves of a graph."""
+        if x.is_leaf and x.requires_grad:
+            raise RuntimeError("what nobody made is refused")
+        return super().forward(x)
+
+
+def test_blocks_that_cannot_be_run_by_themselves_are_left_as_they_are() -> None:
+    made = row_of(_Refusing)
+    plan = made.plan("1GB")
+    assert list(decisions(plan)) == ["blocks.0"]  # which is given x, and x needs no gradient
+    assert schedule_of(plan).notes == (
+        "blocks.1 cannot be run by itself, and is left as it is: what nobody made is refused",
+    )
+
+
+def drops_layers(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    """Each is left out with some probability."""
+    for block in blocks:
+        x = block(x) if torch.rand(()) < 0.6 else x
+    return x
+
+
+def test_layers_that_are_left_out_at_random_are_planned_like_their_siblings() -> None:
+    """For the fullest of several draws; what that leaves out is taken to cost what its sibling does."""
+    made = on_x(Net(drops_layers, [Mlp() for _ in range(12)]))
+    plan = made.plan("1GB")
+    assert list(decisions(plan)) == [f"blocks.{k}" for k in range(12)]
+    assert any(
+        "was not called in the step that was measured: planned like blocks." in n for n in schedule_of(plan).notes
+    )
+    least = made.least()
+    plan = made.plan(least)
+    lt.apply(plan, made.module)
+    plain = on_x(Net(drops_layers, [Mlp() for _ in range(12)]))
+    plain.module.load_state_dict(made.module.state_dict())
+    plain = plain._replace(args=made.args)
+    for seed in range(4):
+        found = train(made, seed=seed)
+        found.assert_same(train(plain, seed=seed))
+        assert found.peak <= least
+
+
+class _Draws(Mlp):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_python = random.Random(1)
+        self.of_numpy = np.random.default_rng(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Stronger or weaker."""
+        return super().forward(x) * (1 + self.of_python.random() + float(self.of_numpy.random()))
+
+
+def test_generators_of_modules_are_where_they_were() -> None:
+    made = row_of(_Draws)
+    blocks: Any = made.module.blocks
+    before = [(block.of_python.getstate(), block.of_numpy.bit_generator.state) for block in blocks]
+    made.least()
+    assert [(block.of_python.getstate(), block.of_numpy.bit_generator.state) for block in blocks] == before
+
+
+class _Hooking(Mlp):
+    """Registers a hook in its first forward, and says so."""
+
+    hooked = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As it is."""
+        if not self.hooked:
+            self.hooked = True
+            self.up.register_forward_hook(lambda *_: None)
+        return super().forward(x)
+
+
+def test_hooks_that_a_forward_registers_are_not_there_twice() -> None:
+    made = row_of(_Hooking)
+    made.least()
+    blocks: Any = made.module.blocks
+    assert [len(block.up._forward_hooks) for block in blocks] == [0, 0, 0]
+    assert not any(block.hooked for block in blocks)

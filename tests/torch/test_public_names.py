@@ -48,12 +48,19 @@ POSITIONAL = {
 
 def test_the_names_are_these() -> None:
     assert sorted(lt.__all__) == [
+        "A100",
+        "Batch",
         "Comparison",
+        "Device",
+        "H100",
         "Lean",
         "LeanPoint",
+        "RTX4090",
         "Recording",
         "Sequential",
         "Steps",
+        "apply",
+        "auto_checkpoint",
         "checkpoint",
         "checkpoint_sequential",
         "checkpointed_for_loop",
@@ -62,16 +69,19 @@ def test_the_names_are_these() -> None:
         "compare_gradients",
         "for_loop",
         "is_recomputing",
+        "largest_batch",
         "lean",
         "lean_frontier",
         "measure",
         "plan_for_loop",
+        "plan_model",
         "plan_scan",
         "plan_sequential",
         "record",
         "scan",
         "sequential",
         "spiking",
+        "unapply",
     ]
     assert [name for name in lt.__all__ if not hasattr(lt, name)] == []
 

@@ -46,9 +46,9 @@ def largest_batch(
 ) -> Batch:
     """The largest batch with which a training step stays within a peak, and the plan for it, to be applied.
 
-    Sizes are tried on paper; the answer is planned for real, and one step of it is run and measured. Where a model looks
-    at values, smaller sizes are run for real, from the smallest on, and none that would not fit even if bytes grew with
-    the square of the size, but for one example more.
+    Sizes are tried on paper; the answer is planned for real, and one step of it is run and measured. Where a model
+    looks at values, smaller sizes are run for real, from the smallest on, and none that would not fit if bytes grew
+    with the square of the size, but for one example more.
 
     Args:
         model: see `plan_model`.

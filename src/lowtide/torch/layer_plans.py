@@ -65,7 +65,11 @@ class LayerPlans:
         for k, unheld in enumerate(self.row.unheld):
             if k not in begun:
                 # A smaller tape may hold the input although the whole one does not.
-                steps[k] = replace(steps[k], tape=max(steps[k].state, steps[k].tape - unheld))
+                options = tuple(
+                    replace(option, tape=max(1, option.tape - min(unheld, let_go)))
+                    for option, let_go in zip(steps[k].options, self.row.unheld_by[k], strict=True)
+                )
+                steps[k] = replace(steps[k], tape=max(steps[k].state, steps[k].tape - unheld), options=options)
         return self._chain.with_steps(steps)
 
     def _within(self, asked: int) -> Plan | None:

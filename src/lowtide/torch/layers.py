@@ -44,6 +44,7 @@ class Row:
     - `kept`: bytes that a checkpoint call over it keeps beside its first state: copies of buffers that layers change;
     - `copied`: bytes of the state that a checkpoint call from it copies until it has run: the function may change them;
     - `unheld`: bytes of the state that are counted in the tape, and are there only if a checkpoint call holds them;
+    - `unheld_by`: the same for each smaller tape;
     - `passing`: for each smaller tape, most bytes, the state among them, while the step runs so in a checkpoint call.
 
     `peak` is what measuring took.
@@ -54,6 +55,7 @@ class Row:
     kept: tuple[int, ...]
     copied: tuple[int, ...]
     unheld: tuple[int, ...]
+    unheld_by: tuple[tuple[int, ...], ...]
     passing: tuple[tuple[int, ...], ...]
     peak: int
 
@@ -95,6 +97,7 @@ class _Meter:
         self._copied: list[int] = []
         self._given = 0  # bytes of what the last step gave
         self._passing: list[tuple[int, ...]] = []
+        self._unheld_by: list[tuple[int, ...]] = []
         self._seconds = Seconds()
 
     def row(self, x: Any) -> Row:
@@ -102,7 +105,7 @@ class _Meter:
         log, bounds = self._log, self._groups.bounds
         recording.count(probe=len(bounds))
         if not bounds:
-            return Row((), None, (), (), (), (), log.level(0, len(log.events))[1])
+            return Row((), None, (), (), (), (), (), log.level(0, len(log.events))[1])
         costs = self._taped(x, bounds)
         recording.count(probe=len(bounds))
         parameters = [p for layer in self._layers if isinstance(layer, nn.Module) for p in layer.parameters()]
@@ -113,7 +116,8 @@ class _Meter:
         )
         peak = log.level(0, len(log.events), self._plain)[1]
         unheld = tuple(self._groups.unheld(start) for start, _ in bounds)
-        return Row(bounds, chain, tuple(self._kept), tuple(self._copied), unheld, tuple(self._passing), peak)
+        kept, copied_, unheld_by = tuple(self._kept), tuple(self._copied), tuple(self._unheld_by)
+        return Row(bounds, chain, kept, copied_, unheld, unheld_by, tuple(self._passing), peak)
 
     def _taped(self, x: Any, bounds: tuple[tuple[int, int], ...]) -> list[StepCost]:
         log = self._log
@@ -150,6 +154,7 @@ class _Meter:
             cost = replace(cost, options=tuple(self._options(bound, state, names, base)))
         else:
             self._passing.append(())
+            self._unheld_by.append(())
         likeness = Likeness(layers, state, cost)
         if cost.forward < _SHORT and not self._seconds.knows(likeness):
             with left_as_it_was(layers):
@@ -178,12 +183,26 @@ class _Meter:
             points = lean_points(layers, state)
         recording.count(probe=2 * len(points) + bool(points))
         self._passing.append(tuple(base + self._passed(layers, state, names, point.size) for point in points))
+        unheld = self._groups.unheld(bound[0])
+        self._unheld_by.append(tuple(self._let_go(layers, state, point.size) if unheld else 0 for point in points))
         for point in points:
             with left_as_it_was(list(layers)):
                 cost = self._step(bound, state, names, base, point.size)
             # Taping needs room too, beside the cotangent of what the step gives.
             beside = max(cost.working.backward, cost.working.tape + self._given)
             yield TapeOption(cost.tape, point.seconds, name_of_form(point), beside)
+
+    def _let_go(self, layers: tuple[Layer, ...], state: Any, lean: LeanSize) -> int:
+        """Bytes of the state that a lean tape does not hold."""
+        log = Log()
+        with left_as_it_was(list(layers)), watching(log):
+            given = copied(state)
+            numbers = {log.number(tensor) for tensor in tensors_of(given)} - {0}
+            result = run_lean(layers, given, lean)
+            del given
+        freed = log.bytes(numbers - log.alive())
+        del result
+        return freed
 
     def _passed(self, layers: tuple[Layer, ...], state: Any, names: dict[int, int], lean: LeanSize) -> int:
         """Most bytes, the state among them, while layers run with a lean tape of which nothing is kept."""

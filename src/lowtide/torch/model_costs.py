@@ -6,6 +6,7 @@ Bytes are those beyond what was there before the block's forward; times are thos
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
@@ -160,17 +161,15 @@ class Bench:
         budgets = [least + part * max(0, chain.plain_tape - least) // parts for part in range(parts)]
         seen = set()
         for plans, budget in product((timeless, timely), budgets):
-            try:
+            with suppress(BudgetError):  # the fastest may not be the smallest
                 plan, nest = plans.plan(budget)
-            except BudgetError:  # the fastest may not be the smallest
-                continue
-            text = Nest.of(nest, row.bounds, chain)
-            if str(text) not in seen and any(part.inside or part.option for part in nest):
-                seen.add(str(text))
-                seconds = Plan.make(chain, plan.knob, plan.schedule).bill.seconds - chain.plain_seconds
-                # On paper, layers were timed as they ran there: only their bytes count.
-                on_paper = self._device is not None
-                yield text, None if on_paper else max(seconds, 1e-9), plans is timeless or on_paper
+                text = Nest.of(nest, row.bounds, chain)
+                if str(text) not in seen and any(part.inside or part.option for part in nest):
+                    seen.add(str(text))
+                    seconds = Plan.make(chain, plan.knob, plan.schedule).bill.seconds - chain.plain_seconds
+                    # On paper, layers were timed as they ran there: only their bytes count.
+                    on_paper = self._device is not None
+                    yield text, None if on_paper else max(seconds, 1e-9), plans is timeless or on_paper
 
     def _seconds(self, call: BlockCall, form: Form) -> tuple[float, float]:
         """Of forward and backward."""

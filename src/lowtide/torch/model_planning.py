@@ -209,11 +209,13 @@ class Planning:
         def probe(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             kind = _kind(block)
             if kind not in costs:
+                drawn = RandomStates([self._model])  # which blocks come next may depend on it
                 try:
                     costs[kind] = bench.cost(block, args, kwargs)
                 except RuntimeError as error:
                     costs[kind] = None
                     self._notes.append(f"{block.name} cannot be run by itself, and is left as it is: {error}")
+                drawn.restore()
             cost = costs[kind]
             if cost is not None:
                 found[block] = cost

@@ -49,6 +49,10 @@ class Log(Memory):
         """Bytes of the storages with these numbers; number 0 has none."""
         return sum(self.sizes.get(number, 0) for number in numbers)
 
+    def alive(self) -> set[int]:
+        """See `Memory`; by their numbers."""
+        return {number for number, _ in self._known.values()}
+
     def level(self, start: int, stop: int, without: Iterable[int] = ()) -> tuple[int, int]:
         """Bytes more at event `stop` than at event `start`, and the most in between."""
         left_out = set(without)
