@@ -198,6 +198,15 @@ def test_a_plan_for_more_layers_than_there_are() -> None:
         _apply_and_run(plan_of("nest"), made)
 
 
+def test_a_row_is_planned_for_a_sequential_alone() -> None:
+    """Whatever else has as many submodules may call them otherwise."""
+    row = made_of("nest").module
+    other = nn.ModuleList(list(row.children()))
+    with pytest.raises(InputError, match=r"the plan is for an nn\.Sequential, and this ModuleList is none; plan"):
+        lt.apply(plan_of("nest"), other)
+    assert not any("forward" in part.__dict__ for part in other.modules())
+
+
 def test_what_is_no_plan_for_a_model() -> None:
     made = made_of("rerun")
     row = lt.plan_sequential([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], torch.randn(2, 4))

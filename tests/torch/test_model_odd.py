@@ -14,6 +14,7 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import InputError
+from lowtide.torch import model_planning
 from tests.torch.models import Model, decisions, model, schedule_of, train
 from tests.torch.odd_blocks import WIDTH, Mlp
 from tests.torch.odd_models import BATCH, ODD, Net, in_a_row, mean_square, odd, on_x, row_of
@@ -493,3 +494,41 @@ def test_hooks_that_a_forward_registers_are_not_there_twice() -> None:
     blocks: Any = made.module.blocks
     assert [len(block.up._forward_hooks) for block in blocks] == [0, 0, 0]
     assert not any(block.hooked for block in blocks)
+
+
+class _Wrapped(nn.Module):
+    """Does nothing but call another module, which calls three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _InThree()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the one inside."""
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+class _InThree(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Mlp(), Mlp(), Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One after the other."""
+        out: torch.Tensor = self.c(self.b(self.a(x)))
+        return out
+
+
+def test_what_a_block_wraps_is_looked_into() -> None:
+    plan = row_of(_Wrapped).plan("1GB")
+    assert list(decisions(plan)) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert "inner.a: rerun; inner.b: rerun" in [entry.name for entry in plan.chain[0].menu]
+
+
+def test_where_no_plan_comes_true_the_smallest_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = row_of(Mlp)
+    least = made.least()
+    monkeypatch.setattr(model_planning, "_TRIES", 0)
+    plan = made.plan(2 * least)
+    assert plan.bill.peak_memory <= least

@@ -266,6 +266,7 @@ def _replica(module: nn.Module) -> nn.Module:
     return made  # type: ignore[no-any-return]
 
 
+@pytest.mark.filterwarnings("ignore:a lean tape of .* was planned:UserWarning")  # parameters of replicas are computed
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicas_run_with_their_own_parameters(kind: str) -> None:
     made = made_of(kind)

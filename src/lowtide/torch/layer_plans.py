@@ -66,7 +66,7 @@ class LayerPlans:
             if k not in begun:
                 # A smaller tape may hold the input although the whole one does not.
                 options = tuple(
-                    replace(option, tape=max(1, option.tape - min(unheld, let_go)))
+                    replace(option, tape=max(steps[k].state, option.tape - min(unheld, let_go)))
                     for option, let_go in zip(steps[k].options, self.row.unheld_by[k], strict=True)
                 )
                 steps[k] = replace(steps[k], tape=max(steps[k].state, steps[k].tape - unheld), options=options)

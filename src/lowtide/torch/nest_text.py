@@ -110,6 +110,7 @@ class Nest:
 
     def run(self, row: nn.Module, x: Any) -> Any:
         """Run the layers of an `nn.Sequential` so."""
+        self.check(row)
         layers, leaves = list(row.children()), list(self.leaves())
         steps = tuple(tuple(layers[leaf.start : leaf.stop]) for leaf in leaves)
 

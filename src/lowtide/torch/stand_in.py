@@ -32,6 +32,7 @@ class StandIn:
         self.was: Callable[..., Any] | None = module.__dict__.get("forward")
         self.before: StandIn | None = module.__dict__.get(_NAME)
         self.is_on = True
+        self._replicate = self.replica
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -50,7 +51,7 @@ class StandIn:
         """Stand in from now on."""
         self.is_on = True
         self.module.__dict__["forward"] = self.module.__dict__[_NAME] = self
-        self.module.__dict__[_REPLICATE] = self.replica
+        self.module.__dict__[_REPLICATE] = self._replicate
 
     def remove(self) -> None:
         """Let the module be as it was."""
@@ -59,7 +60,7 @@ class StandIn:
         if self.module.__dict__.get("forward") is not self:
             self.is_on = False
             return
-        replicate = None if self.before is None else self.before.replica
+        replicate = None if self.before is None else self.before._replicate
         for name, value in (("forward", self.was), (_NAME, self.before), (_REPLICATE, replicate)):
             del self.module.__dict__[name]
             if value is not None:
@@ -69,10 +70,10 @@ class StandIn:
         """A copy of the module as `nn.DataParallel` makes them: with its own parameters, and so its own stand-in."""
         made: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
         twin = copy.copy(self)
-        twin.module = made
+        twin.module, twin._replicate = made, twin.replica
         if made.__dict__["forward"] is self:
             made.__dict__["forward"] = twin
-        made.__dict__[_NAME] = twin
+        made.__dict__[_NAME], made.__dict__[_REPLICATE] = twin, twin._replicate
         return made
 
 
