@@ -333,5 +333,5 @@ def test_quiet_calls_share_the_states_that_they_found() -> None:
 
     first, second, own = starts(torch.sin), starts(torch.sin), starts(with_its_own)
     assert first is second
-    assert all(then is now for then, now in zip(first._states, own._states, strict=False))
-    assert len(own._states) == len(first._states) + 1
+    assert all(then is now for then, now in zip(first.states, own.states, strict=False))
+    assert len(own.states) == len(first.states) + 1

@@ -646,15 +646,41 @@ def test_generators_read_and_write_their_states_whichever_way(monkeypatch: pytes
         if ways == "asking":
             monkeypatch.setattr(draws, "_PYTHON_LAYOUT_IS_KNOWN", False)
             monkeypatch.setattr(draws, "_GAUSS_OFFSET", None)
-        sources: Any = ((draws._PYTHON, lambda: random.gauss(0, 1)), (draws._NUMPY, np.random.randn))
+        sources: Any = (
+            (draws._CPU, lambda: torch.rand(()).item()),
+            (draws._PYTHON, lambda: random.gauss(0, 1)),
+            (draws._NUMPY, np.random.randn),
+        )
         for source, draw in sources:
             draw()
             state = source.read()
+            assert source.is_at(state)
             first = [draw() for _ in range(3)]
             assert source.read() != state
+            assert not source.is_at(state)
             source.write(state)
             assert source.read() == state
+            assert hash(source.read()) == hash(state)
+            assert source.is_at(state)
             assert [draw() for _ in range(3)] == first
+
+
+def test_numpys_generator_is_followed_when_another_is_put_in_its_place() -> None:
+    draw: Any = np.random.randn
+    usual = np.random.mtrand.get_bit_generator()
+    try:
+        for bits in (np.random.MT19937(3), np.random.PCG64(3), np.random.MT19937(4)):
+            before = draws._NUMPY.read()
+            np.random.mtrand.set_bit_generator(bits)
+            assert not draws._NUMPY.is_at(before)
+            state = draws._NUMPY.read()
+            first = draw()
+            assert not draws._NUMPY.is_at(state)
+            draws._NUMPY.write(state)
+            assert draws._NUMPY.is_at(state)
+            assert draw() == first
+    finally:
+        np.random.mtrand.set_bit_generator(usual)
 
 
 def test_the_caches_of_the_walk_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

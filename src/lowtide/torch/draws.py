@@ -21,7 +21,7 @@ import random
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, ClassVar, Protocol
@@ -41,8 +41,20 @@ class _Source(Protocol):
     def read(self) -> Any:
         """Its state, as a value that can be compared and hashed."""
 
+    def is_at(self, state: Any) -> bool:
+        """Whether it is in that state: asked at every call, and so without making a copy of it."""
+
     def write(self, state: Any) -> None:
         """Go back to a state."""
+
+
+class _Words(bytearray):
+    """A state that is compared with what lies in memory, wherever that is: bytes cannot be."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:  # type: ignore[override]  # it is not changed
+        return hash(bytes(self))
 
 
 class _Torch:
@@ -57,13 +69,17 @@ class _Torch:
     # wait for a lock of Python's instead, because that lets the interpreter go.
     _one_at_a_time: ClassVar[threading.Lock] = threading.Lock()
 
-    def read(self) -> bytes:
+    def read(self) -> _Words:
         with self._one_at_a_time:
-            state: bytes = self._generator.get_state().numpy().tobytes()
-        return state
+            return _Words(self._generator.get_state().numpy())
 
-    def write(self, state: bytes) -> None:
-        tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    def is_at(self, state: _Words) -> bool:
+        with self._one_at_a_time:
+            now = self._generator.get_state()
+            return bool(state == _memory_at(now.data_ptr(), now.numel()))
+
+    def write(self, state: _Words) -> None:
+        tensor = torch.frombuffer(state, dtype=torch.uint8)
         with self._one_at_a_time:
             self._generator.set_state(tensor)
 
@@ -76,25 +92,34 @@ class _Python:
     this is so, and if not, the object is asked.
     """
 
-    __slots__ = ("_address", "_generator", "name", "shared")
+    __slots__ = ("_generator", "_there", "name", "shared")
     _WORDS = 625  # the position and 624 words
 
     def __init__(self, generator: random.Random, name: str, shared: bool = False) -> None:
         self._generator = generator
-        self._address = id(generator) + object.__basicsize__
+        self._there = _memory_at(id(generator) + object.__basicsize__, 4 * self._WORDS)
         self.name = name
         self.shared = shared
 
     def read(self) -> Any:
         if _PYTHON_LAYOUT_IS_KNOWN:
-            return ctypes.string_at(self._address, 4 * self._WORDS), vars(self._generator)["gauss_next"]
+            return _Words(self._there), self._generator.gauss_next  # type: ignore[attr-defined]
         return self._generator.getstate()
+
+    def is_at(self, state: Any) -> bool:
+        if _PYTHON_LAYOUT_IS_KNOWN:
+            return bool(state[0] == self._there and state[1] == self._generator.gauss_next)  # type: ignore[attr-defined]
+        return bool(state == self._generator.getstate())
 
     def write(self, state: Any) -> None:
         if _PYTHON_LAYOUT_IS_KNOWN:
             position, *words = struct.unpack(f"={self._WORDS}I", state[0])
             state = (self._generator.VERSION, (*words, position), state[1])
         self._generator.setstate(state)
+
+
+def _memory_at(address: int, size: int) -> Any:
+    return (ctypes.c_char * size).from_address(address)
 
 
 def _python_layout_is_known() -> bool:
@@ -124,6 +149,9 @@ class _Numpy:
         self.name = f"a numpy {type(generator).__name__}"
         self.shared = False
 
+    def is_at(self, state: bytes) -> bool:
+        return state == self.read()
+
     def read(self) -> bytes:
         state = self._bits.state if self._bits is not None else self._generator.get_state()  # type: ignore[union-attr]
         return pickle.dumps(state)
@@ -143,29 +171,45 @@ class _NumpyGlobal:
     numpy is asked.
     """
 
-    __slots__ = ("name", "shared")
+    __slots__ = ("_bits", "_pending", "_there", "name", "shared")
     _WORDS = 624 * 4
     _SIZE = _WORDS + 4  # and the position
 
     def __init__(self) -> None:
         self.name = "numpy's global generator"
         self.shared = True
+        self._bits: np.random.BitGenerator | None = None  # whose words lie there; it can be changed for another
+        self._there: Any = None
+        self._pending: Any = None
+        if _GAUSS_OFFSET is not None:
+            self._pending = _memory_at(id(np.random.mtrand._rand) + _GAUSS_OFFSET, 16)
 
-    def read(self) -> bytes:
-        generator = np.random.mtrand._rand
+    def read(self) -> Any:
+        if self._is_known():
+            return _Words(self._there), _Words(self._pending)
+        return pickle.dumps(np.random.mtrand._rand.get_state(legacy=False))
+
+    def is_at(self, state: Any) -> bool:
+        if self._is_known() and isinstance(state, tuple):
+            return bool(state[0] == self._there and state[1] == self._pending)
+        return bool(state == self.read())
+
+    def _is_known(self) -> bool:
         bits = np.random.mtrand.get_bit_generator()
-        if _GAUSS_OFFSET is None or not isinstance(bits, np.random.MT19937):
-            return pickle.dumps(generator.get_state(legacy=False))
-        words = ctypes.string_at(bits.ctypes.state_address, self._SIZE)
-        return words + ctypes.string_at(id(generator) + _GAUSS_OFFSET, 16)
+        if bits is not self._bits:
+            is_known = isinstance(bits, np.random.MT19937)
+            self._there = _memory_at(bits.ctypes.state_address, self._SIZE) if is_known else None
+            self._bits = bits
+        return self._there is not None and _GAUSS_OFFSET is not None
 
-    def write(self, state: bytes) -> None:
-        if len(state) != self._SIZE + 16:
+    def write(self, state: Any) -> None:
+        if not isinstance(state, tuple):
             np.random.set_state(pickle.loads(state))  # noqa: NPY002  (it is this one that is followed)
             return
-        key = np.frombuffer(state[: self._WORDS], dtype=np.uint32)
-        position, has_gauss, gauss = struct.unpack("=iixxxxd", state[self._WORDS :])
-        np.random.set_state(("MT19937", key, position, has_gauss, gauss))  # noqa: NPY002
+        words, pending = state
+        key = np.frombuffer(words[: self._WORDS], dtype=np.uint32)
+        position = struct.unpack("=i", words[self._WORDS :])
+        np.random.set_state(("MT19937", key, *position, *struct.unpack("=ixxxxd", pending)))  # noqa: NPY002
 
 
 def _gauss_offset() -> int | None:
@@ -299,6 +343,14 @@ def _learn(key: int, known: set[int], other: set[int]) -> None:
     other.discard(key)
 
 
+def _read(sources: Iterable[_Source], usual: list[Any]) -> list[Any]:
+    """The states of generators: the very ones that are usual, where they are in those."""
+    return [
+        state if state is not None and source.is_at(state) else source.read()
+        for source, state in zip_longest(sources, usual)
+    ]
+
+
 class Draws:
     """The draws of one function's first run: make it before the run, `leave` and `finish` after it."""
 
@@ -314,7 +366,8 @@ class Draws:
         self._alone = threading.active_count() == 1
         self._crowded = False
         self._own: list[_Source] = []
-        self._states = self._read()
+        latest = Standstill.latest
+        self._states = _read((*_SHARED, *_devices()), [] if latest is None else latest.states)
         self._moved: list[tuple[_Source, Any, int]] | None = None  # state before, hash of the state after
         self._inner: tuple[int, list[Any]] | None = None  # of the latest inner call: see `begin_inner`
         self._last: list[int] = []  # hashes of states from which on a rerun may be ended
@@ -331,12 +384,9 @@ class Draws:
         _traffic.join()
         return _traffic.several() and self._key not in _quiet
 
-    def _read(self) -> list[Any]:
-        return [_CPU.read(), _PYTHON.read(), _NUMPY.read(), *[source.read() for source in (*_devices(), *self._own)]]
-
     def leave(self) -> list[Any]:
         """The run is over, one way or another; gives where it has left the generators."""
-        states = self._read()
+        states = _read(self._sources(), self._states)
         self._crowded = _traffic.leave(self._ticket, self._has_turn)
         if self._has_turn:
             _traffic.turn.release()
@@ -421,25 +471,22 @@ class Standstill:
     of this, so that it takes no memory for each.
     """
 
-    __slots__ = ("_sources", "_states")
-    _latest: ClassVar[Standstill | None] = None
+    __slots__ = ("_sources", "states")
+    latest: ClassVar[Standstill | None] = None  # of those that have no generator of their own
 
     def __init__(self, sources: tuple[_Source, ...], states: list[Any]) -> None:
         self._sources = sources
-        self._states = states
+        self.states = states
 
     @classmethod
     def at(cls, sources: tuple[_Source, ...], states: list[Any], *, shared: bool) -> Standstill:
         """These generators in these states; `shared` if all of them are."""
-        latest = cls._latest
-        if latest is not None:
-            if latest._states == states and shared:
-                return latest
-            pairs = zip_longest(states, latest._states[: len(states)])
-            states = [then if then == now else now for now, then in pairs]
+        latest = cls.latest
+        if latest is not None and shared and latest.states == states:
+            return latest
         found = cls(sources, states)
         if shared:  # it must not keep anybody's own generator alive
-            cls._latest = found
+            cls.latest = found
         return found
 
     def again(self) -> _StartingThere:
@@ -448,9 +495,8 @@ class Standstill:
 
     def elsewhere(self) -> list[tuple[_Source, Any, Any]]:
         """Generators that are in another state now: each with the state here, and that one."""
-        pairs = zip(self._sources, self._states, strict=True)
-        # One at a time, so that the next state is read into memory that is free again.
-        return [(source, state, now) for source, state in pairs if (now := source.read()) != state]
+        pairs = zip(self._sources, self.states, strict=True)
+        return [(source, state, source.read()) for source, state in pairs if not source.is_at(state)]
 
 
 class _StartingThere:
