@@ -1,4 +1,7 @@
-"""A progress bar that moves once for each step, and once backward where that can be seen, never for reruns."""
+"""A progress bar that moves once for each step, and once backward where that can be seen, never for reruns.
+
+And one for planning, which moves for each stage of it.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ class _Tqdm:
             self._bar.close()
 
 
-def progress(pbar: Any, length: int, *, with_backward: bool) -> Progress | None:
+def progress(pbar: Any, length: int, *, with_backward: bool, label: str = "steps") -> Progress | None:
     """The bar that `pbar` asks for; see `bars`."""
-    make = bars(pbar, length, with_backward=with_backward)
+    make = bars(pbar, length, with_backward=with_backward, label=label)
     return None if make is None else make()
 
 
-def bars(pbar: Any, length: int, *, with_backward: bool) -> Callable[[], Progress] | None:
+def bars(pbar: Any, length: int, *, with_backward: bool, label: str = "steps") -> Callable[[], Progress] | None:
     """What makes the bar that `pbar` asks for, each time that the loop is run.
 
     None or False for none, True for a tqdm bar, a whole number for one that is drawn every so many steps, a string for
@@ -51,12 +54,38 @@ def bars(pbar: Any, length: int, *, with_backward: bool) -> Callable[[], Progres
         return lambda: pbar  # whatever has update(n) is a Progress
     total = length * (2 if with_backward else 1)
     if pbar is True:
-        return partial(_Tqdm, total, 1, "steps")
+        return partial(_Tqdm, total, 1, label)
     if isinstance(pbar, str):
         return partial(_Tqdm, total, 1, pbar)
     try:
-        return partial(_Tqdm, total, whole_number(pbar, "pbar", least=1), "steps")
+        return partial(_Tqdm, total, whole_number(pbar, "pbar", least=1), label)
     except InputError:
         raise InputError(
             f"pbar={pbar!r}: give True, a whole number of steps, a label, or an object with update(n)"
         ) from None
+
+
+class Stages:
+    """A bar for work whose length turns out when it has begun."""
+
+    def __init__(self, pbar: Any, label: str) -> None:
+        bars(pbar, 1, with_backward=False)  # what cannot be used is refused before anything runs
+        self._pbar = pbar
+        self._label = label
+        self._bar: Progress | None = None
+        self._left = 0
+
+    def begin(self, length: int) -> None:
+        """There are so many stages."""
+        self._bar = progress(self._pbar, length, with_backward=False, label=self._label)
+        self._left = length
+
+    def move(self) -> None:
+        """One is over."""
+        self.reach(self._left - 1)
+
+    def reach(self, left: int) -> None:
+        """No more than so many are left."""
+        if self._bar is not None and 0 <= left < self._left:
+            self._bar.update(self._left - left)
+        self._left = min(left, self._left)

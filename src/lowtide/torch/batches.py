@@ -17,6 +17,7 @@ from lowtide.checks import function
 from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Plan
 from lowtide.planners.blocks import least_peak
+from lowtide.progress import Stages
 from lowtide.sizes import format_size, parse_size
 from lowtide.torch.devices import A100
 from lowtide.torch.model import plan_model, planning
@@ -43,6 +44,7 @@ def largest_batch(
     *,
     optimizer: Any = None,
     loss: Loss | None = None,
+    pbar: Any = None,
 ) -> Batch:
     """The largest batch with which a training step stays within a peak, and the plan for it, to be applied.
 
@@ -57,6 +59,7 @@ def largest_batch(
         peak: see `plan_model`.
         optimizer: see `plan_model`.
         loss: see `plan_model`.
+        pbar: see `plan_model`; there is a bar for each size that is looked at.
 
     Raises:
         BudgetError: not even one example fits; it names the least peak that works for one.
@@ -65,13 +68,14 @@ def largest_batch(
     check_model(model)
     function(make_batch, "make_batch")
     asked = parse_size(peak, "peak")
-    search = _Search(model, make_batch, optimizer, loss)
+    search = _Search(model, make_batch, optimizer, loss, pbar)
     best: Batch | None = None
     while best is None or search.largest(asked) > best.size:
         size = search.largest(asked)
         args, kwargs = arguments_of(make_batch(size))
         try:
-            plan = plan_model(model, *args, peak=asked, optimizer=optimizer, loss=loss, **kwargs)
+            bar = _bar(pbar, size)
+            plan = plan_model(model, *args, peak=asked, optimizer=optimizer, loss=loss, pbar=bar, **kwargs)
         except BudgetError as error:
             if size == search.smallest:
                 raise
@@ -94,11 +98,14 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class _Search:
     """Least peaks for sizes of batches: predicted ones, corrected by those that turned out."""
 
-    def __init__(self, model: nn.Module, make_batch: Callable[[int], Any], optimizer: Any, loss: Loss | None) -> None:
+    def __init__(
+        self, model: nn.Module, make_batch: Callable[[int], Any], optimizer: Any, loss: Loss | None, pbar: Any
+    ) -> None:
         self._model = model
         self._make_batch = make_batch
         self._optimizer = optimizer
         self._loss = loss
+        self._pbar = pbar
         self._on_paper = True
         self._predicted: dict[int, int] = {}
         self._turned_out: dict[int, int] = {}
@@ -192,12 +199,17 @@ class _Search:
         args, kwargs = arguments_of(self._make_batch(size))
         device = A100 if self._on_paper else None
         try:
-            with planning(self._model, args, kwargs, self._optimizer, self._loss, device) as found:
+            stages = Stages(_bar(self._pbar, size), "planning")
+            with planning(self._model, args, kwargs, self._optimizer, self._loss, device, stages) as found:
                 return least_peak(found.measure(timed=False))
         except InputError as error:
             if not self._on_paper:
                 raise
             raise _NotOnPaperError from error
+
+
+def _bar(pbar: Any, size: int) -> Any:
+    return f"a batch of {size:,}" if pbar is True else pbar
 
 
 class _NotOnPaperError(Exception):

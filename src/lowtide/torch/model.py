@@ -15,6 +15,7 @@ from torch import nn
 
 from lowtide.errors import InputError
 from lowtide.plan import Plan
+from lowtide.progress import Stages
 from lowtide.sizes import parse_size
 from lowtide.torch.devices import Device, device_of
 from lowtide.torch.measure import storage_bytes
@@ -35,6 +36,7 @@ def plan_model(
     loss: Loss | None = None,
     on_paper: bool = False,
     device: str | Device | None = None,
+    pbar: Any = None,
     **kwargs: Any,
 ) -> Plan:
     """The fastest plan with which a whole training step of the model stays within a peak.
@@ -55,6 +57,8 @@ def plan_model(
             that it is.
         on_paper: allocate nothing and run nothing: for models larger than this machine.
         device: whose speed counts on paper: "a100", "h100", "rtx4090", or a `Device`.
+        pbar: shows how far it is: True for a tqdm bar, a label, or an object with `update(n)`. It moves for each block
+            that is measured and for each whole step that is run.
         kwargs: more arguments of the model.
 
     Raises:
@@ -66,7 +70,8 @@ def plan_model(
     _check_checkpointing(model)
     if device is not None and not on_paper:
         raise InputError(f"device={device!r} is for planning on paper; give on_paper=True too, or no device")
-    with planning(model, args, kwargs, optimizer, loss, device_of(device or "a100") if on_paper else None) as found:
+    card = device_of(device or "a100") if on_paper else None
+    with planning(model, args, kwargs, optimizer, loss, card, Stages(pbar, "planning")) as found:
         return found.plan(asked)
 
 
@@ -78,6 +83,7 @@ def planning(
     optimizer: Any,
     loss: Loss | None,
     device: Device | None,
+    stages: Stages,
 ) -> Iterator[Planning]:
     """Inside, a model may be measured and planned: for a device on paper, or for real; afterwards it is as it was."""
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -102,11 +108,11 @@ def planning(
         if device is None:
             with _added(model, adding):
                 there = Resident.of(model, (args, kwargs), cost, held)
-                yield Planning(model, args, kwargs, loss, there, randomness, caches, None)
+                yield Planning(model, args, kwargs, loss, there, randomness, caches, None, stages)
         else:
             with fake(model, args, kwargs) as (fake_args, fake_kwargs), _added(model, adding):
                 there = Resident.of(model, (fake_args, fake_kwargs), cost, held)
-                yield Planning(model, fake_args, fake_kwargs, loss, there, randomness, caches, device)
+                yield Planning(model, fake_args, fake_kwargs, loss, there, randomness, caches, device, stages)
 
 
 def auto_checkpoint(
@@ -115,10 +121,11 @@ def auto_checkpoint(
     peak: int | str,
     optimizer: Any = None,
     loss: Loss | None = None,
+    pbar: Any = None,
     **kwargs: Any,
 ) -> Plan:
     """Let a model train within a peak: `plan_model`, then `apply`. Gives the plan; see there for the arguments."""
-    plan = plan_model(model, *args, peak=peak, optimizer=optimizer, loss=loss, **kwargs)
+    plan = plan_model(model, *args, peak=peak, optimizer=optimizer, loss=loss, pbar=pbar, **kwargs)
     apply(plan, model)
     return plan
 

@@ -21,6 +21,7 @@ from lowtide.chain import Chain
 from lowtide.errors import BudgetError
 from lowtide.plan import Knob, Plan
 from lowtide.planners.blocks import Blocks, choose_blocks, least_peak
+from lowtide.progress import Stages
 from lowtide.sizes import format_size
 from lowtide.torch.devices import Device
 from lowtide.torch.layer_groups import unpack_dropped
@@ -59,6 +60,7 @@ class Planning:
         randomness: RandomStates,
         caches: bool,
         device: Device | None,
+        stages: Stages,
     ) -> None:
         self._model = model
         self._args = args
@@ -70,6 +72,7 @@ class Planning:
         self._unsettled: set[tuple[str, str]] = set()  # forms that were found by measured seconds
         self._randomness = randomness
         self._caches = caches
+        self._stages = stages
 
     def measure(self, *, timed: bool = True) -> Chain:
         """The step as a chain, with bytes and seconds, or bytes alone."""
@@ -85,8 +88,13 @@ class Planning:
                 survey, best = other, self._randomness
         self._randomness = best
         self._notes = survey.notes
-        base = BaseRun(self._costs(survey.blocks(), timed), self._notes)
+        blocks, steps = survey.blocks(), 1 + timed  # where seconds count, the step is run as planned too
+        self._stages.begin(len(blocks) + steps)
+        costs = self._costs(blocks, timed)
+        self._stages.reach(steps)
+        base = BaseRun(costs, self._notes)
         base.run(self._step)
+        self._stages.move()
         if not base.blocks:
             self._notes.append("nothing of this model can be planned: it runs as it is")
         self._unsettled = {
@@ -219,6 +227,7 @@ class Planning:
             cost = costs[kind]
             if cost is not None:
                 found[block] = cost
+            self._stages.move()
 
         self._randomness.restore()
         args, kwargs = self._arguments()
@@ -238,6 +247,7 @@ class Planning:
             unapply(self._model)
         now, most = log.level(0, len(log.events))
         del held
+        self._stages.reach(0)
         return self._resident.before + max(most, now + self._resident.stepping)
 
 
