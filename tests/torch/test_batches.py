@@ -108,7 +108,7 @@ def test_what_cannot_be_used() -> None:
     with pytest.raises(InputError, match="let make_batch make as many as it is asked for"):
         lt.largest_batch(model, lambda _: torch.randn(3, 8), "1MiB")
     with pytest.raises(InputError, match="more than 16,777,216 examples would fit"):
-        lt.largest_batch(model, lambda size: torch.randn(size, 8), "1TiB")
+        lt.largest_batch(nn.Linear(8, 8), lambda size: torch.randn(size, 8), "1TiB", loss=torch.sum)
     with pytest.raises(InputError, match="gives no loss"):
         lt.largest_batch(nn.Linear(2, 3), lambda size: torch.randn(size, 2), "1MiB")
     with pytest.raises(TypeError, match="make_batch"):
