@@ -205,6 +205,22 @@ def test_the_byte_that_a_chain_has_for_the_callers_input_is_not_in_the_way() -> 
     assert plan_sequential(row.layers, row.x).chain[0].state == 1
 
 
+def test_no_budget_above_the_least_that_works_is_refused() -> None:
+    """Checkpoint calls copy buffers, so that a plan for more of the chain may take less in all."""
+    row = ROWS["stateful"]()
+    measured = measure_layers(list(row.layers), row.x, forms=True)
+    assert measured.chain is not None
+    seconds = [(126, 217), (81, 130), (126, 165), (105, 121), (126, 165)]
+    steps = [replace(measured.chain[k], forward=f, backward=b) for k, (f, b) in enumerate(seconds)]
+    plans = LayerPlans(replace(measured, chain=measured.chain.with_steps(steps)))
+    with pytest.raises(BudgetError) as caught:
+        plans.plan(1)
+    for budget in range(caught.value.least, 2 * caught.value.least):
+        plan, _ = plans.plan(budget)
+        assert plan.bill.peak_memory <= budget
+        assert plan.knob.value == budget
+
+
 def test_the_plain_run_holds_all_tapes() -> None:
     row = SMALL["residual"]()
     chain = plan_sequential(row.layers, row.x).chain

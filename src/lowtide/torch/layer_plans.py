@@ -41,10 +41,14 @@ class LayerPlans:
             return self._billed(choose(self._chain), Knob("none"))
         asked = parse_budget(budget, self._bare.plain_tape)
         plan = self._within(asked)
-        if plan is None:
+        if plan is not None:
+            return plan
+        least = self._least_that_works()
+        plan = self._within(least)
+        if plan is None or least > asked:
             ways = "raise the budget, or make the layers smaller (a smaller batch)"
-            raise BudgetError(asked, self._least_that_works(), ways)
-        return plan
+            raise BudgetError(asked, least, ways)
+        return replace(plan, knob=Knob("budget", asked))  # the way down from the budget has passed this one by
 
     @property
     def _chain(self) -> Chain:
