@@ -44,11 +44,12 @@ class LayerPlans:
         if plan is not None:
             return plan
         least = self._least_that_works()
-        plan = self._within(least)
-        if plan is None or least > asked:
+        if least > asked:
             ways = "raise the budget, or make the layers smaller (a smaller batch)"
             raise BudgetError(asked, least, ways)
-        return replace(plan, knob=Knob("budget", asked))  # the way down from the budget has passed this one by
+        plan = self._within(least)  # the way down from the budget has passed this one by
+        assert plan is not None
+        return replace(plan, knob=Knob("budget", asked))
 
     @property
     def _chain(self) -> Chain:
