@@ -29,6 +29,7 @@ test-all: lint types browser  ## The same with the whole sweeps and soaks
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: $(INSTALLED)
 	$(BIN)/mypy

@@ -20,12 +20,12 @@ from ratios import Ratio, command, heading
 
 from lowtide.chain import Chain, StepCost, Working
 from lowtide.plan import Knob, Plan
-from lowtide.planners import hetero
+from lowtide.planners import unequal
 from lowtide.planners.choose import choose
-from lowtide.planners.fronts import fronts
+from lowtide.planners.equal import solver
 from lowtide.planners.online import Online
 from lowtide.planners.revolve import Revolve, plain_runs
-from lowtide.planners.uniform import solver
+from lowtide.planners.unequal import fronts
 from lowtide.simulate import simulate
 
 
@@ -87,10 +87,10 @@ def network(length: int, seed: int = 0) -> Chain:
 
 
 def unequal_chains(lengths: list[int]) -> None:
-    heading(f"Unequal steps: exact up to {hetero.EXACT_STEPS}, then {hetero.LEVELS} memory levels")
+    heading(f"Unequal steps: exact up to {unequal.EXACT_STEPS}, then {unequal.LEVELS} memory levels")
     for length in lengths:
         chain = network(length)
-        least = hetero.least(chain)
+        least = unequal.least(chain)
         fronts.cache_clear()  # so that the first budget of a short chain pays for all of them
         for share in (0.02, 0.1, 0.4):
             budget = least + int(share * (chain.plain_tape - least))

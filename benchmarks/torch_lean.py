@@ -41,7 +41,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import lowtide.torch as lt
 from lowtide.sizes import format_size
-from lowtide.torch.lean import look_up
+from lowtide.torch.lean.call import look_up
 
 HEAD, FEW = 64, 64
 FREE, HALF, THIRD, ALL = "lean", 'lean, tape="50%"', 'lean, tape="36%"', 'lean, tape="100%"'
@@ -186,7 +186,7 @@ class Block:
 
         def look_up_often() -> None:
             for _ in range(count):
-                assert look_up(self.module, (self.x,), self.arguments).way is not None
+                assert look_up(self.module, (self.x,), self.arguments).variant is not None
 
         (seconds,) = cpu_in_turns([look_up_often], 20)
         return seconds / count

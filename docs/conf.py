@@ -15,7 +15,7 @@ sys.path.insert(0, str(HERE))
 
 from figures import make_figures  # noqa: E402  (it stands beside this file)
 
-from lowtide import __version__  # noqa: E402
+from lowtide.version import __version__  # noqa: E402
 
 project = "Lowtide"
 author = "The Lowtide maintainers"

@@ -18,12 +18,9 @@ from matplotlib.patches import Patch
 from torch import nn
 
 import lowtide.torch as lt
-from lowtide import Chain, Plan, StepCost
-from lowtide.planners.choose import choose
-from lowtide.planners.frontier import frontier
-from lowtide.report.picture import KINDS, PARTS, parts_of, size_ticks
-from lowtide.report.playing import played
-from lowtide.report.timeline import Kind, Timeline
+from lowtide import Chain, Plan, StepCost, frontier, plan_chain
+from lowtide.report.drawing import KINDS, PARTS, parts_of, size_ticks
+from lowtide.report.timeline import Kind, Timeline, played
 from lowtide.sizes import format_size
 
 # On dark pages the darkest inks are lifted, so that they stand out from the ground.
@@ -51,9 +48,9 @@ def _schedules(shade: Callable[[str], str]) -> Figure:
     """Three ways through the same chain: which step runs when, and what memory holds meanwhile."""
     chain = Chain.equal(StepCost(state=1, tape=4), _STEPS)
     plans = {
-        "every tape kept": choose(chain, "100%"),
-        "no knob: one extra run at most": choose(chain),
-        "budget of 9": choose(chain, 9),
+        "every tape kept": plan_chain(chain, "100%"),
+        "no knob: one extra run at most": plan_chain(chain),
+        "budget of 9": plan_chain(chain, 9),
     }
     times = {name: played(plan) for name, plan in plans.items()}
     longest = max(timeline.seconds for timeline in times.values())
@@ -112,7 +109,7 @@ def _frontier(shade: Callable[[str], str]) -> Figure:
     for name, plans, colour, form in rules:
         found = [(plan.bill.peak_memory, plan.runs_per_step) for plan in plans]
         axes.plot(*zip(*found, strict=True), form, color=shade(colour), label=name, linewidth=2, markersize=4)
-    least = choose(chain)
+    least = plan_chain(chain)
     axes.plot(least.bill.peak_memory, least.runs_per_step, "D", color=shade("#6a51a3"), label="no knob", markersize=8)
     axes.set(xlabel="peak memory", ylabel="forward runs per step", xscale="log", ylim=(0.8, 8))
     ticks = [8 * 1024 * 4**k for k in range(6)]
@@ -126,13 +123,13 @@ def _frontier(shade: Callable[[str], str]) -> Figure:
 
 def _with_checkpoints(chain: Chain) -> list[Plan]:
     counts = sorted({round(2 ** (k / 4)) for k in range(10, 40)})
-    return [choose(chain, checkpoints=count) for count in counts]
+    return [plan_chain(chain, checkpoints=count) for count in counts]
 
 
 def _with_bases(chain: Chain) -> list[Plan]:
     root = math.isqrt(len(chain))
     bases = [base for base in (4, 8, 14, 20, root, 50, 100, 200, 400, 700) if base < len(chain)]
-    return [choose(chain, base=base) for base in bases]
+    return [plan_chain(chain, base=base) for base in bases]
 
 
 def _memory(shade: Callable[[str], str]) -> Figure:

@@ -6,9 +6,20 @@ This package is the planning core: numbers in, plans out. It loads neither torch
 from lowtide import planners
 from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
 from lowtide.errors import BudgetError, CheckpointError, FunctionError, InputError, LowtideError, PlanError
-from lowtide.plan import Bill, Plan, Receipt
+from lowtide.plan import Bill, Plan, Receipt, show_in_notebooks
+from lowtide.planners.choose import choose as plan_chain
+from lowtide.planners.frontier import frontier
+from lowtide.version import __version__
 
-__version__ = "0.1.0"
+
+def _notebook_html(thing: Plan | Receipt) -> str:
+    """What a notebook shows of a plan or a receipt; reports are imported only then."""
+    from lowtide.report import notebook
+
+    return notebook.plan_html(thing) if isinstance(thing, Plan) else notebook.receipt_html(thing)
+
+
+show_in_notebooks(_notebook_html)
 
 __all__ = [
     "Bill",
@@ -26,5 +37,8 @@ __all__ = [
     "TapeOption",
     "Working",
     "__version__",
+    "frontier",
+    "plan_chain",
     "planners",
 ]
+__dir__ = sorted(__all__).copy  # what `dir` and tab completion show

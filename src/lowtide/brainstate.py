@@ -4,7 +4,7 @@
 import lowtide.brainstate as lt
 outputs = lt.checkpointed_for_loop(net.update, xs, base=16)  # brainstate.transform.checkpointed_for_loop(...)
 
-`scan` and `for_loop` are brainstate's own. The checkpointed ones have brainstate's signatures, with Lowtide's knobs
+`scan` and `for_loop` are brainstate's own. The checkpointed ones have brainstate's signatures, with Lowtide's options
 besides. All they do is to make a pure step of a stateful one: States that it writes join the carry, States that it only
 reads are closed over, so that gradients reach them; `lowtide.jax` does the rest. States are left as brainstate's own
 loops leave them, and untouched if anything is wrong.
@@ -22,8 +22,8 @@ from brainstate.transform import ProgressBar, StatefulFunction, scan
 import lowtide.jax as lt
 from lowtide.checks import function
 from lowtide.errors import FunctionError, InputError
-from lowtide.folds import Reduce
-from lowtide.jax.loop import loop_length, without_carry
+from lowtide.interface.options import Reduce
+from lowtide.jax.loops.step import loop_length, without_carry
 from lowtide.plan import Plan
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "plan_scan",
     "scan",
 ]
+__dir__ = sorted(__all__).copy  # what `dir` and tab completion show
 
 
 def for_loop(
@@ -69,27 +70,27 @@ def checkpointed_scan(
 ) -> tuple[Any, Any]:
     """`brainstate.transform.scan` in bounded memory: the same results, States and gradients.
 
-    One knob says how much memory: `budget`, `checkpoints`, `base`, or a `plan` made before. With none of them it is the
-    least memory that runs no step more than one extra time. Every derivative can be taken but a second one in reverse
-    mode, a gradient of a gradient or of a tangent: that needs `base`.
+    One option says how much memory: `budget`, `checkpoints`, `base`, or a `plan` made before. With none of them it is
+    the least memory that runs no step more than one extra time. Every derivative can be taken but a second one in
+    reverse mode, a gradient of a gradient or of a tangent: that needs `base`.
 
     Args:
         f: the step, `carry, y = f(carry, x)`. It may read and write any States; carry, x and y are any pytrees.
         init: the carry before the first step.
         xs: arrays or quantities with the steps along their first axis, in any pytree; None for no inputs.
         length: the number of steps, needed if `xs` does not say.
-        base: a snapshot every so many steps, and so many steps of tape; at least 2.
+        base: a snapshot every `base` steps, and the tape of as many; at least 2.
         pbar: a `brainstate.transform.ProgressBar`, a number of steps between updates, a label, or an object with
             `update(n)`. It never moves for reruns. With `base` it moves by a stretch at a time.
-        checkpoints: at most so many snapshots, the initial state among them, and one step of tape.
+        checkpoints: the most snapshots, the initial state among them, beside one step of tape.
         budget: bytes for snapshots, tape and working set: 67108864, "64MiB", or "25%" of all tapes. Under `vmap` it is
             for each example.
         plan: what `plan_scan` returned.
         reverse: from the last step to the first; outputs stay where their inputs are.
-        unroll: so many steps in one iteration of the compiled loop.
+        unroll: the number of steps in one iteration of the compiled loop.
         reduce: "mean", "sum", "last" or (init, fold): what to make of the outputs instead of a stack.
     """
-    step = _Step(f, init, xs, length)
+    step = _PureStep(f, init, xs, length)
     (written, carry), ys = lt.checkpointed_scan(
         step,
         (step.written, init),
@@ -156,18 +157,18 @@ def plan_scan(
     """The plan that `checkpointed_scan` would follow. Nothing is run, and no State is changed.
 
     Args:
-        f: as in `checkpointed_scan`, and so are the rest; leaves may be `jax.ShapeDtypeStruct`s.
-        init: see there.
-        xs: see there.
-        length: see there.
-        base: see there.
-        checkpoints: see there.
-        budget: see there.
-        reduce: see there.
+        f: as in `checkpointed_scan`.
+        init: as in `checkpointed_scan`; leaves may be `jax.ShapeDtypeStruct`s.
+        xs: as in `checkpointed_scan`; so may its leaves.
+        length: as in `checkpointed_scan`.
+        base: as in `checkpointed_scan`.
+        checkpoints: as in `checkpointed_scan`.
+        budget: as in `checkpointed_scan`.
+        reduce: as in `checkpointed_scan`.
         wrt: what gradients will be taken of: "closure" (States that f only reads, such as weights, and what it closes
             over), "init" (the first carry, and States that f writes), "xs". A loop finds out by itself.
     """
-    step = _Step(f, init, xs, length)
+    step = _PureStep(f, init, xs, length)
     held = (step.written, init)
     return lt.plan_scan(
         step, held, xs, length, base=base, checkpoints=checkpoints, budget=budget, reduce=reduce, wrt=wrt
@@ -189,7 +190,7 @@ def plan_for_loop(
     return plan_scan(step, None, xs, length, base, checkpoints=checkpoints, budget=budget, reduce=reduce, wrt=wrt)
 
 
-class _Step:
+class _PureStep:
     """A stateful step as a pure one: `(written, carry), y = step((written, carry), x)`.
 
     Of `written` and `read`, which have a place for each State, one is None at every place.
@@ -203,7 +204,8 @@ class _Step:
         out, after = self._f.get_out_shapes(init, row)
         if not isinstance(out, tuple | list) or len(out) != 2:
             raise FunctionError(
-                f"f gives {jax.tree.structure(out)}; the step of a scan gives a pair: the carry, and an output or None"
+                f"f returned {jax.tree.structure(out)}; the step of a scan returns a pair: the carry, and an "
+                "output or None"
             )
         self._trace: StateTraceStack[Any] = self._f.get_state_trace(init, row)
         # Read here, outside the loop: an enclosing grad, jit or vmap of brainstate sees it.
@@ -223,7 +225,7 @@ class _Step:
         return (new, carry), y
 
     def leave(self, written: Sequence[Any]) -> None:
-        """Give the States the values that the loop ends with."""
+        """Set the States to the values that the loop ends with."""
         self._trace.assign_state_vals_v2(self._read, written)
 
 
@@ -303,7 +305,7 @@ class _Bar:
             ) from None
 
     def update(self, n: int) -> None:
-        """So many steps more."""
+        """Move on by n steps."""
         if self._done == 0:
             from tqdm.auto import tqdm
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import accumulate
 
 from lowtide.checks import MOST_STEPS, MOST_TOTAL, keep_seconds, keep_whole
 from lowtide.errors import InputError
+from lowtide.forms import KEEP, Form
 from lowtide.sizes import format_size
 
 
@@ -36,15 +38,19 @@ class TapeOption:
     """A smaller tape for a step, paid for with `extra` seconds of its backward.
 
     What the tape lacks is made again in that backward, which may then need more bytes beside the tape: `backward` of
-    them, or as many as the step's `working.backward` says if it is None.
+    them, or as many as the step's `working.backward` says if it is None. `form` is what a front end runs, and None on
+    paper; `name` is what people read, the form's text if it is left out.
     """
 
     tape: int
     extra: float
     name: str = ""
     backward: int | None = None
+    form: Form | None = None
 
     def __post_init__(self) -> None:
+        if self.form is not None and not self.name:
+            object.__setattr__(self, "name", str(self.form))
         keep_whole(self, "tape", least=1, label="option.tape")
         keep_seconds(self, "extra", label="option.extra")
         if self.backward is not None:
@@ -105,7 +111,7 @@ class StepCost:
     @property
     def menu(self) -> tuple[TapeOption, ...]:
         """Every way to tape the step; entry 0 keeps the whole tape."""
-        return (TapeOption(self.tape, 0.0, "keep"), *self.options)
+        return (TapeOption(self.tape, 0.0, "keep", form=KEEP), *self.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,15 @@ class Ways:
         keep_whole(self, "floor", least=0, label="ways.floor")
 
 
+class Role(StrEnum):
+    """What a step of a whole model's chain is: a block, or something that no plan changes."""
+
+    BLOCK = "block"
+    BETWEEN = "between"  # before, between or after blocks
+    LOSS = "loss"
+    OPTIMIZER = "optimizer"
+
+
 @dataclass(frozen=True, slots=True)
 class Chain:
     """A row of steps. Make one with `Chain.equal(step, length)` or `Chain.of(steps)`.
@@ -149,6 +164,7 @@ class Chain:
         parameters, gradients: bytes that are held with a plan or without, and that no budget counts; for reports, and 0
             where they are not known.
         ways: both ways of taping equal steps, if they differ; `steps` has one of them, and planners choose.
+        roles: for a whole model, what each step is; none where all are alike.
     """
 
     steps: tuple[StepCost, ...]
@@ -157,6 +173,7 @@ class Chain:
     parameters: int = 0
     gradients: int = 0
     ways: Ways | None = None
+    roles: tuple[Role, ...] = ()
     # Prefix sums of forward seconds, so that a run over [start, stop) costs one subtraction.
     _forward: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
@@ -169,6 +186,8 @@ class Chain:
             )
         if len(self.names) not in (0, self.length) or not all(isinstance(name, str) for name in self.names):
             raise InputError(f"a chain of {self.length:,} steps needs as many names, each a str, or none")
+        if len(self.roles) not in (0, self.length):
+            raise InputError(f"a chain of {self.length:,} steps needs as many roles, or none; got {len(self.roles):,}")
         if self.ways is not None and self.steps not in ((self.ways.several,), (self.ways.single,)):
             raise InputError("a chain with two ways of taping has equal steps, and one of the two as their cost")
         keep_whole(self, "parameters", least=0, most=MOST_TOTAL)
@@ -181,17 +200,17 @@ class Chain:
         return cls((step,), length)
 
     @classmethod
-    def of(cls, steps: Iterable[StepCost], names: Iterable[str] = ()) -> Chain:
+    def of(cls, steps: Iterable[StepCost], names: Iterable[str] = (), roles: Iterable[Role] = ()) -> Chain:
         """Steps that each have a cost of their own; where all are the same, it is kept once."""
         steps = tuple(steps)
         if not steps:
             raise InputError("a chain needs at least one step; got an empty list")
         same = all(step == steps[0] for step in steps)
-        return cls(steps[:1] if same else steps, len(steps), tuple(names))
+        return cls(steps[:1] if same else steps, len(steps), tuple(names), roles=tuple(roles))
 
     def with_steps(self, steps: Iterable[StepCost]) -> Chain:
         """The same chain with other costs."""
-        return replace(Chain.of(steps, self.names), parameters=self.parameters, gradients=self.gradients)
+        return replace(Chain.of(steps, self.names, self.roles), parameters=self.parameters, gradients=self.gradients)
 
     def taped(self, step: StepCost) -> Chain:
         """The same equal steps at the cost of one of their ways."""
@@ -203,6 +222,14 @@ class Chain:
             return f"step {k:,}"
         name = " ".join(self.names[k].encode(errors="replace").decode().split())
         return name if len(name) <= 40 else f"{name[:18]}...{name[-19:]}"  # what differs is often the end
+
+    def role(self, k: int) -> Role:
+        """What step k is."""
+        return self.roles[k] if self.roles else Role.BLOCK
+
+    def blocks(self) -> list[int]:
+        """The steps that are blocks, which is all of them but for what a whole model does outside of blocks."""
+        return [k for k in range(self.length) if self.role(k) is Role.BLOCK]
 
     @property
     def is_equal(self) -> bool:

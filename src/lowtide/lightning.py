@@ -18,7 +18,7 @@ import lowtide.torch as lt
 from lowtide.errors import InputError
 from lowtide.plan import Plan
 from lowtide.sizes import parse_size
-from lowtide.torch.trainer_step import Gradients, in_short, plan_step
+from lowtide.torch.model.trainer import Gradients, in_short, plan_step
 
 try:
     from lightning.pytorch import Callback
@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["LowtideCallback"]
+__dir__ = sorted(__all__).copy  # what `dir` and tab completion show
+
 
 _LOGS = ("log", "log_dict", "print")
 
 
-class LowtideCallback(Callback):  # type: ignore[misc]  # lightning is not followed
+class LightningCallback(Callback):  # type: ignore[misc]  # lightning is not followed
     """Lets a LightningModule train within a peak: planned at the first batch of training.
 
     Losses and gradients are those of the run without it, to the last bit.
@@ -98,6 +100,9 @@ class LowtideCallback(Callback):  # type: ignore[misc]  # lightning is not follo
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """So too when training fails."""
         self.on_train_end(trainer, pl_module)
+
+
+LowtideCallback = LightningCallback  # the name that users import
 
 
 def _step_of(trainer: Trainer, module: LightningModule) -> Any:

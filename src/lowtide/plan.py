@@ -14,16 +14,14 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 from lowtide.actions import Action, Advance, Save, Tape
-from lowtide.chain import Chain, Disk, StepCost, TapeOption, Ways, Working
+from lowtide.chain import Chain, Disk
+from lowtide.chain_json import chain_document, chain_of
 from lowtide.checks import MOST_TOTAL, keep_seconds, keep_whole, whole_number
 from lowtide.errors import InputError
 from lowtide.sizes import format_size
-
-if TYPE_CHECKING:
-    from lowtide.planners.blocks import FrontierPoint
 
 FORMAT = 1
 
@@ -119,9 +117,7 @@ class Receipt:
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
-        from lowtide.report.notebook import receipt_html  # reports read plans, so plans know them only when shown
-
-        return receipt_html(self)
+        return _notebook_html(self)
 
     def to_json(self) -> str:
         """The receipt as JSON."""
@@ -170,6 +166,15 @@ class StepDecision:
         return f"{self.name:<16} {format_size(self.tape):>10}  {again}, {stored}, tape: {self.form}"
 
 
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """A peak at which a faster choice becomes possible: its seconds beyond those of keeping all, and the choice."""
+
+    peak: int
+    extra: float
+    options: tuple[int, ...]
+
+
 class Schedule(Protocol):
     """A planner's answer: a frozen dataclass of parameters from which actions and bill follow."""
 
@@ -188,19 +193,65 @@ class Schedule(Protocol):
     def disk(self) -> Disk | None:
         """The disk tier, if the schedule uses one."""
 
-
-@runtime_checkable
-class ModelSchedule(Protocol):
-    """A schedule of a whole model's blocks: it has a frontier, and its plans are told in words of its own."""
-
     def frontier(self, chain: Chain) -> tuple[FrontierPoint, ...]:
-        """Every choice worth making, from the largest peak to the least."""
+        """For a whole model: every choice worth making, from the largest peak to the least."""
 
     def lines(self, plan: Plan) -> Iterator[tuple[str, str]]:
-        """See `Plan.lines`."""
+        """What `Plan.lines` says of a plan with this schedule."""
 
     def table(self, plan: Plan) -> Iterator[str]:
-        """A line for each block."""
+        """A line for each step or block that has something of its own to say."""
+
+
+class ChainSchedule:
+    """What schedules of loops and layers say of their plans."""
+
+    __slots__ = ()
+    planner: ClassVar[str]
+
+    def frontier(self, chain: Chain) -> tuple[FrontierPoint, ...]:
+        """None: only a whole model's blocks have one."""
+        raise InputError(
+            f"planner {self.planner!r} has no frontier of blocks; "
+            "lowtide.frontier(plan.chain) makes a plan for each of many budgets"
+        )
+
+    def lines(self, plan: Plan) -> Iterator[tuple[str, str]]:
+        """The plan as (label, text) pairs."""
+        bill, chain = plan.bill, plan.chain
+        yield "chain", str(chain)
+        yield "plain", f"{format_size(chain.plain_tape)} of tape without a plan"
+        yield "knob", str(plan.knob)
+        working = max(step.working_set for step in chain.steps)
+        yield "working", f"{format_size(working)} at most besides snapshots and tape"
+        peak = f"{format_size(bill.peak_memory)} of memory, {bill.peak_memory / chain.plain_tape:.3%} of plain"
+        if plan.knob.name == "budget" and plan.knob.value is not None:
+            peak += f", {bill.peak_memory / plan.knob.value:.1%} of the budget"
+        yield "peak", peak + (f"; {format_size(bill.peak_disk)} of disk" if bill.peak_disk else "")
+        yield "slots", f"{bill.peak_snapshots:,} snapshots at most at once"
+        runs = f"{bill.plain_runs:,} plain and {bill.taping_runs:,} taping"
+        yield "runs", f"{runs}: {plan.runs_per_step:.4g} forward runs per step"
+        yield "time", f"{plan.time_factor:.3f}x the plain loop, predicted"
+        yield "planner", plan.planner
+        bound = plan.bound
+        if bound is not None:
+            above = bill.plain_runs - bound.runs
+            yield "bound", f"{bound.runs:,} plain runs at least {bound.scope}"
+            yield "", f"this plan makes {above:,} more" + (": it is optimal" if above == 0 else "")
+
+    def table(self, plan: Plan) -> Iterator[str]:
+        """A line for each step, unless all are equal."""
+        return iter(()) if plan.chain.is_equal else map(str, plan.decisions())
+
+
+# Reports read plans, and plans know no report: what makes notebook HTML of a plan or receipt is handed in.
+_notebook_html: Callable[[Plan | Receipt], str] = str
+
+
+def show_in_notebooks(html: Callable[[Plan | Receipt], str]) -> None:
+    """Let notebooks show plans and receipts as `html` has them."""
+    global _notebook_html
+    _notebook_html = html
 
 
 _SCHEDULES: dict[str, type[Schedule]] = {}
@@ -215,17 +266,26 @@ def registered(schedule: type[_S]) -> type[_S]:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """The decision which states to keep, which tapes to keep and what to run again. See `Plan.make`."""
+    """The decision which states to keep, which tapes to keep and what to run again.
+
+    Attributes:
+        chain: what the steps cost.
+        knob: the option that it was made for.
+        schedule: the planner's answer, from which the actions follow.
+        bill: what it will cost.
+        rooms: whether it is for a program whose buffers are laid out before it runs (`planners/revolve.py`).
+    """
 
     chain: Chain
     knob: Knob
     schedule: Schedule
     bill: Bill
+    rooms: bool = False
 
     @classmethod
-    def make(cls, chain: Chain, knob: Knob, schedule: Schedule) -> Self:
+    def make(cls, chain: Chain, knob: Knob, schedule: Schedule, *, rooms: bool = False) -> Self:
         """The plan with the bill that its schedule predicts."""
-        return cls(chain, knob, schedule, schedule.bill(chain))
+        return cls(chain, knob, schedule, schedule.bill(chain), rooms)
 
     def actions(self) -> Iterator[Action]:
         """The actions in order, made as they are asked for."""
@@ -248,11 +308,6 @@ class Plan:
         Raises:
             InputError: the plan is not one of blocks with menus.
         """
-        if not isinstance(self.schedule, ModelSchedule):
-            raise InputError(
-                f"planner {self.planner!r} has no frontier of blocks; "
-                "lowtide.planners.frontier.frontier(plan.chain) makes a plan for each of many budgets"
-            )
         return self.schedule.frontier(self.chain)
 
     @property
@@ -274,17 +329,11 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [f"{name:<8}  {text}" for name, text in self.lines()]
-        if isinstance(self.schedule, ModelSchedule):
-            rows += [f"  {line}" for line in self.schedule.table(self)]
-        elif not self.chain.is_equal:
-            rows += [f"  {decision}" for decision in self.decisions()]
-        return "\n".join(rows)
+        return "\n".join([*rows, *(f"  {line}" for line in self.schedule.table(self))])
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
-        from lowtide.report.notebook import plan_html  # reports read plans, so plans know them only when shown
-
-        return plan_html(self)
+        return _notebook_html(self)
 
     def decisions(self) -> list[StepDecision]:
         """What happens to each step, in the order of the chain."""
@@ -314,46 +363,18 @@ class Plan:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """The report, as (label, text) pairs."""
-        if isinstance(self.schedule, ModelSchedule):
-            yield from self.schedule.lines(self)
-            return
-        bill, chain = self.bill, self.chain
-        yield "chain", str(chain)
-        yield "plain", f"{format_size(chain.plain_tape)} of tape without a plan"
-        yield "knob", str(self.knob)
-        working = max(step.working_set for step in chain.steps)
-        yield "working", f"{format_size(working)} at most besides snapshots and tape"
-        peak = f"{format_size(bill.peak_memory)} of memory, {bill.peak_memory / chain.plain_tape:.3%} of plain"
-        if self.knob.name == "budget" and self.knob.value is not None:
-            peak += f", {bill.peak_memory / self.knob.value:.1%} of the budget"
-        yield "peak", peak + (f"; {format_size(bill.peak_disk)} of disk" if bill.peak_disk else "")
-        yield "slots", f"{bill.peak_snapshots:,} snapshots at most at once"
-        runs = f"{bill.plain_runs:,} plain and {bill.taping_runs:,} taping"
-        yield "runs", f"{runs}: {self.runs_per_step:.4g} forward runs per step"
-        yield "time", f"{self.time_factor:.3f}x the plain loop, predicted"
-        yield "planner", self.planner
-        bound = self.bound
-        if bound is not None:
-            above = bill.plain_runs - bound.runs
-            yield "bound", f"{bound.runs:,} plain runs at least {bound.scope}"
-            yield "", f"this plan makes {above:,} more" + (": it is optimal" if above == 0 else "")
+        return self.schedule.lines(self)
 
     def to_json(self) -> str:
         """The plan as JSON: the planner and its parameters, never the actions."""
         document = {
             "lowtide": FORMAT,
-            "chain": {
-                "length": self.chain.length,
-                "steps": [dataclasses.asdict(step) for step in self.chain.steps],
-                "names": self.chain.names,
-                "parameters": self.chain.parameters,
-                "gradients": self.chain.gradients,
-                "ways": None if self.chain.ways is None else dataclasses.asdict(self.chain.ways),
-            },
+            "chain": chain_document(self.chain),
             "knob": dataclasses.asdict(self.knob),
             "planner": self.planner,
             "parameters": dataclasses.asdict(cast(Any, self.schedule)),
             "bill": dataclasses.asdict(self.bill),
+            "rooms": self.rooms,
         }
         return json.dumps(document, indent=1)
 
@@ -366,11 +387,11 @@ class Plan:
             raise InputError(f"planner {name!r} is not known here; known are {', '.join(sorted(_SCHEDULES))}")
         schedule: Callable[..., Schedule] = _SCHEDULES[name]
         with _form_of("plan"):
-            costs = document["chain"]
-            held = costs.get("parameters", 0), costs.get("gradients", 0)
-            ways = _ways(costs.get("ways"))
-            chain = Chain(tuple(map(_step, costs["steps"])), costs["length"], tuple(costs["names"]), *held, ways)
-            plan = cls.make(chain, Knob(**document["knob"]), schedule(**_values(document["parameters"])))
+            chain, knob = chain_of(document["chain"]), Knob(**document["knob"])
+            rooms = document.get("rooms")
+            if rooms is None:  # written before it was stored
+                rooms = _had_rooms(chain, knob, name)
+            plan = cls.make(chain, knob, schedule(**_values(document["parameters"])), rooms=rooms)
             stored = Bill(**document["bill"])
         if plan.bill != stored:
             raise InputError(
@@ -389,16 +410,10 @@ def _form_of(what: str) -> Iterator[None]:
         raise InputError(f"this {what}'s JSON does not have the form that to_json writes: {error}") from error
 
 
-def _step(step: dict[str, Any]) -> StepCost:
-    nested = {
-        "working": Working(**step["working"]),
-        "options": tuple(TapeOption(**option) for option in step["options"]),
-    }
-    return StepCost(**(step | nested))
-
-
-def _ways(ways: dict[str, Any] | None) -> Ways | None:
-    return None if ways is None else Ways(_step(ways["several"]), _step(ways["single"]), ways["floor"])
+def _had_rooms(chain: Chain, knob: Knob, planner: str) -> bool:
+    """Whether an earlier version planned with rooms: asked for bytes, it made a plan of slots or a base."""
+    asked = knob.name in ("budget", "none")
+    return asked and chain.is_equal and chain.ways is None and planner in ("revolve", "base")
 
 
 def _values(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -55,17 +55,7 @@ def _read(size: int | str, name: str, accepted: str) -> tuple[Fraction, str]:
     if isinstance(size, bool):
         raise InputError(f"{name}={size!r} is a boolean; give {accepted}")
     if isinstance(size, str):
-        match = _NUMBER.fullmatch(size) if len(size) <= 80 else None
-        if match is None or (match[1] is None and match[2] is None):
-            raise InputError(f"{name}={size[:80]!r} is not a size; give {accepted}")
-        unit = (match[3] or "").lower()
-        if unit and unit != "%" and unit not in _UNITS:
-            known = ", ".join(["B", *_SPELLED.values()])
-            raise InputError(f"{name}={size!r}: the unit {match[3]!r} is not one of {known}; give {accepted}")
-        number = Fraction((match[1] or "0").replace(",", "") + (match[2] or ""))
-        if unit in ("", "b") and number.denominator != 1:
-            raise InputError(f"{name}={size!r} is not a whole number of bytes; give {accepted}")
-        return number, unit
+        return _read_text(size, name, accepted)
     try:
         whole = operator.index(size)
     except TypeError:
@@ -73,6 +63,20 @@ def _read(size: int | str, name: str, accepted: str) -> tuple[Fraction, str]:
     if whole.bit_length() > 256:
         raise InputError(f"{name} is a number of {whole.bit_length():,} bits; give {accepted}")
     return Fraction(whole), ""
+
+
+def _read_text(size: str, name: str, accepted: str) -> tuple[Fraction, str]:
+    match = _NUMBER.fullmatch(size) if len(size) <= 80 else None
+    if match is None or (match[1] is None and match[2] is None):
+        raise InputError(f"{name}={size[:80]!r} is not a size; give {accepted}")
+    unit = (match[3] or "").lower()
+    if unit and unit != "%" and unit not in _UNITS:
+        known = ", ".join(["B", *_SPELLED.values()])
+        raise InputError(f"{name}={size!r}: the unit {match[3]!r} is not one of {known}; give {accepted}")
+    number = Fraction((match[1] or "0").replace(",", "") + (match[2] or ""))
+    if unit in ("", "b") and number.denominator != 1:
+        raise InputError(f"{name}={size!r} is not a whole number of bytes; give {accepted}")
+    return number, unit
 
 
 def _at_least_one(exact: Fraction, given: int | str, name: str, accepted: str) -> int:

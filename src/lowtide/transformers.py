@@ -23,11 +23,13 @@ import lowtide.torch as lt
 from lowtide.errors import InputError
 from lowtide.plan import Plan
 from lowtide.sizes import parse_size
-from lowtide.torch.model_loss import Loss, loss_of
-from lowtide.torch.stand_in import plainly
-from lowtide.torch.trainer_step import Gradients, in_short, plan_step
+from lowtide.torch.model.loss import Loss, loss_of
+from lowtide.torch.model.trainer import Gradients, in_short, plan_step
+from lowtide.torch.state.stand_in import original
 
 __all__ = ["LowtideCallback", "use_lowtide_checkpointing"]
+__dir__ = sorted(__all__).copy  # what `dir` and tab completion show
+
 
 # Settings of the Trainer that do not go with a plan, and why.
 _REFUSED = {
@@ -38,7 +40,7 @@ _REFUSED = {
 }
 
 
-class LowtideCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+class TransformersCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
     """Lets the Trainer's model train within a peak: planned at the first step of training, with its very batch.
 
     Losses and gradients are those of the run without it, to the last bit.
@@ -110,7 +112,7 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     ) -> Plan:
         return plan_step(
             model,
-            lambda *args, **kwargs: plainly(model, args, kwargs),
+            lambda *args, **kwargs: original(model)(*args, **kwargs),
             args,
             kwargs if self.batch is None else kwargs | _on_device_of(model, self.batch),
             peak=self.peak,
@@ -123,6 +125,9 @@ class LowtideCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         if self._waiting is not None:
             self._waiting.remove()
             self._waiting = None
+
+
+LowtideCallback = TransformersCallback  # the name that users import
 
 
 def _before_first_call(model: nn.Module, do: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> RemovableHandle:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
 
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 2)  # as tests/jax wants it; importing brainstate asks for a device
+jax.config.update("jax_num_cpu_devices", 2)  # as tests/jax wants it
 
-from tests.brainstate.partners import brainstate, u  # noqa: E402
+
+def partners() -> Any:
+    """brainstate and its units, imported late: that asks for a device."""
+    return import_module("tests.brainstate.partners")
 
 
 @pytest.fixture(autouse=True)
 def _surroundings() -> Iterator[None]:
-    brainstate.random.seed(0)
-    with brainstate.environ.context(dt=1.0 * u.ms):
+    of = partners()
+    of.brainstate.random.seed(0)
+    with of.brainstate.environ.context(dt=1.0 * of.u.ms):
         yield
 
 
 @pytest.fixture
 def x64() -> Iterator[None]:
     """Double precision for one test."""
-    with jax.enable_x64(True), brainstate.environ.context(precision=64):
+    with jax.enable_x64(True), partners().brainstate.environ.context(precision=64):
         yield

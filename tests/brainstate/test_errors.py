@@ -38,7 +38,7 @@ def pair(carry: Any, x: Any) -> Any:
         (
             lambda lt: lt.checkpointed_scan(lambda c, x: c + x, 0.0, XS),
             ValueError,
-            r"f gives PyTreeDef\(\*\); .* a pair",
+            r"f returned PyTreeDef\(\*\); .* a pair",
         ),
         (lambda lt: lt.checkpointed_scan(lambda c, x: (c, x, x), 0.0, XS), ValueError, r"PyTreeDef\(\(\*, \*, \*\)\)"),
     ],

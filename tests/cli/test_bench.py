@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,15 @@ def test_what_scripts_print_and_find(lowtide: Runner) -> None:
     json.dumps(found, allow_nan=False)
 
 
+@pytest.fixture
+def stoppable() -> Iterator[None]:
+    """Inside, this process and those it starts can be interrupted, which a shell turns off for what runs behind it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("stoppable")
 def test_ctrl_c(lowtide: Runner) -> None:
     """As a shell does it: the signal reaches the command and the benchmark that it runs."""
     code = "from lowtide.cli import main; main(['bench', 'planners', 'torch_rollouts'])"
@@ -182,6 +192,7 @@ def test_ctrl_c(lowtide: Runner) -> None:
     assert "Traceback" not in out + err
 
 
+@pytest.mark.usefixtures("stoppable")
 def test_stopped_between_lines(lowtide: Runner) -> None:
     """In this process: the script sends the signal to its parent, and would wait for ever."""
     scripts = lowtide.file("ratios.py", SHARED).parent

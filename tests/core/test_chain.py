@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
+from lowtide.chain import Chain, Disk, Role, StepCost, TapeOption, Working
 from lowtide.errors import InputError
+from lowtide.forms import KEEP
 
 BAD_NUMBERS = [
     (0, "too small; give a whole number of at least 1"),
@@ -127,7 +128,7 @@ def test_a_list_of_options_is_kept_as_a_tuple() -> None:
 
 def test_the_menu_begins_with_the_whole_tape() -> None:
     lean = TapeOption(5, 0.25, "lean")
-    assert StepCost(4, 8, options=(lean,)).menu == (TapeOption(8, 0.0, "keep"), lean)
+    assert StepCost(4, 8, options=(lean,)).menu == (TapeOption(8, 0.0, form=KEEP), lean)
 
 
 def test_each_form_has_its_own_backward() -> None:
@@ -137,3 +138,10 @@ def test_each_form_has_its_own_backward() -> None:
     assert [step.working_set_in(form) for form in range(4)] == [30, 90, 30, 23]
     assert step.working_set == 90
     assert type(step.options[2].backward) is int
+
+
+def test_roles_are_for_all_steps_or_none() -> None:
+    with pytest.raises(InputError, match="a chain of 2 steps needs as many roles, or none; got 1"):
+        Chain.of([StepCost(1, 2), StepCost(1, 3)], roles=[Role.BLOCK])
+    chain = Chain.of([StepCost(1, 2), StepCost(1, 3)], roles=[Role.BLOCK, Role.LOSS])
+    assert chain.blocks() == [0]

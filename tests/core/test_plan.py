@@ -9,9 +9,9 @@ from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
 from lowtide.errors import InputError
 from lowtide.plan import Knob, Plan, Receipt
 from lowtide.planners.choose import choose
+from lowtide.planners.equal import Uniform
 from lowtide.planners.online import Online
 from lowtide.planners.tiers import Tiers
-from lowtide.planners.uniform import Uniform
 from lowtide.simulate import simulate
 
 STEP = StepCost(10, 40, 0.5, 1.0, cotangent=10, working=Working(20, 30, 40), options=(TapeOption(20, 0.25, "lean"),))

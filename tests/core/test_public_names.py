@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
+
+import pytest
 
 import lowtide
 
@@ -23,9 +26,47 @@ def test_the_public_names_are_frozen() -> None:
         "TapeOption",
         "Working",
         "__version__",
+        "frontier",
+        "plan_chain",
         "planners",
     ]
     assert all(hasattr(lowtide, name) for name in lowtide.__all__)
+
+
+MODULES = (
+    "lowtide",
+    "lowtide.brainstate",
+    "lowtide.jax",
+    "lowtide.lightning",
+    "lowtide.planners",
+    "lowtide.report",
+    "lowtide.torch",
+    "lowtide.torch.checkpoint",
+    "lowtide.torch.lean",
+    "lowtide.torch.measure",
+    "lowtide.torch.spiking",
+    "lowtide.transformers",
+)
+
+
+@cache
+def completions() -> dict[str, tuple[str, str]]:
+    """What `dir` shows of each module and what its `__all__` says, in one fresh process that imports them all."""
+    code = (
+        f"import importlib\nfor name in {MODULES!r}:\n"
+        "    module = importlib.import_module(name)\n"
+        "    print('\\n>', name, '|', *dir(module), '|', *sorted(module.__all__))\n"
+    )
+    output = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    lines = [line[2:].split("|") for line in output.stdout.splitlines() if line.startswith("> ")]
+    return {name.strip(): (shown.strip(), public.strip()) for name, shown, public in lines}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_tab_completion_shows_the_public_names_and_no_others(name: str) -> None:
+    shown, public = completions()[name]
+    assert shown
+    assert shown == public
 
 
 def test_the_errors_are_what_callers_catch() -> None:

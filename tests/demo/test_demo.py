@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from lowtide.demo import NAMES, Row, index, paper, run, tables, tensors, turns, vgg16
+from lowtide.demo import NAMES, ResultRow, index, paper, run, tables, tensors, turns, vgg16
 from lowtide.demo.contest import Contest, Contestant
 from lowtide.demo.equality import equality
 from lowtide.errors import InputError
@@ -31,12 +31,12 @@ KIB = 1024
 class Shown:
     """A run of the whole: its rows, what it printed, what warnings came through, and where its files are."""
 
-    rows: list[Row]
+    rows: list[ResultRow]
     text: str
     warnings: list[str]
     output: Path
 
-    def of(self, example: str) -> dict[str, Row]:
+    def of(self, example: str) -> dict[str, ResultRow]:
         return {row.tool: row for row in self.rows if row.example == example}
 
 
@@ -252,8 +252,8 @@ def test_contestants_take_turns_and_the_least_counts() -> None:
     said: list[str] = []
     plain, ours = turns.measure("here", contest, said.append)
     assert log == ["plain", "Lowtide, x"] * 3
-    assert plain == Row("here", "plain", 400, 400, 2.0, 1.0, "")
-    assert ours == Row("here", "Lowtide, x", 100, 400, 3.0, 1.5, "same bits")
+    assert plain == ResultRow("here", "plain", 400, 400, 2.0, 1.0, "")
+    assert ours == ResultRow("here", "Lowtide, x", 100, 400, 3.0, 1.5, "same bits")
     assert len(said) == turns.pieces(contest)
     assert said[-1] == "Lowtide, x: time, turn 2 of 2"
 
@@ -297,7 +297,7 @@ def test_vgg16_has_its_layers() -> None:
 
 
 def test_figures_in_words() -> None:
-    row = Row("torch", "plain", 3 * KIB, 3_000 * KIB * KIB, 1.2345, 1.0, "")
+    row = ResultRow("torch", "plain", 3 * KIB, 3_000 * KIB * KIB, 1.2345, 1.0, "")
     assert tables.cells(row) == ("torch", "plain", "3 KiB", "0.000%", "1.23 s", "1.00x", "")
     assert tables.cells(replace(row, plain_peak=6 * KIB, seconds=0.0123))[3:5] == ("50%", "12.3 ms")
     assert tables.cells(replace(row, plain_peak=120 * KIB))[3] == "2.5%"
@@ -305,7 +305,7 @@ def test_figures_in_words() -> None:
 
 def test_gradients_that_differ_are_in_the_table() -> None:
     screen = console()
-    rows = [Row("torch", "Lowtide, budget=128KiB", 2, 1, 2.0, 3.5, "12 of 700 differ")]
+    rows = [ResultRow("torch", "Lowtide, budget=128KiB", 2, 1, 2.0, 3.5, "12 of 700 differ")]
     screen.print(tables.table(rows, examples=True))
     assert "12 of 700 differ" in printed(screen)
     assert "200%" in printed(screen)
@@ -313,7 +313,7 @@ def test_gradients_that_differ_are_in_the_table() -> None:
 
 
 def test_the_index_escapes(tmp_path: Path) -> None:
-    row = Row("a", "<b>&", 1, 1, 1.0, 1.0, "<i>")
+    row = ResultRow("a", "<b>&", 1, 1, 1.0, 1.0, "<i>")
     path = index.write([row], {"a": ('<"title">', "<note>")}, {"a": [tmp_path / "a.png"]}, tmp_path / "index.html")
     page = path.read_text()
     assert "<td>&lt;b&gt;&amp;</td>" in page

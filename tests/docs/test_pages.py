@@ -29,8 +29,8 @@ PACKAGES = (
 MORE = (
     "lowtide.StepCost",
     "lowtide.TapeOption",
-    "lowtide.planners.choose.choose",
-    "lowtide.planners.frontier.frontier",
+    "lowtide.plan_chain",
+    "lowtide.frontier",
     "lowtide.torch.measure.peak",
     "lowtide.torch.measure.storage_bytes",
     *(f"lowtide.torch.spiking.{name}" for name in ("LIF", "Expon", "reset")),

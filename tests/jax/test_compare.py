@@ -12,8 +12,9 @@ import pytest
 from jax.test_util import check_grads
 
 import lowtide.jax as lt
-from lowtide import FunctionError, InputError
-from lowtide.jax.compare import Compared, Comparison, _compared
+from lowtide import FunctionError, InputError, Receipt
+from lowtide.interface.comparison import Comparison
+from lowtide.jax.compare import _compared
 
 
 def _loss(p: Any, h: Any, *, xs: Any = None) -> Any:
@@ -74,14 +75,14 @@ def test_numbers_are_arguments_too() -> None:
 )
 def test_what_is_the_same(one: list[float], other: list[float], same: bool) -> None:
     row = _compared("it", np.array(one), np.array(other))
-    assert Comparison((row,), 0, 0).same is same
+    assert Comparison((row,), Receipt(), Receipt()).same is same
     assert ("the same" in str(row)) is same
 
 
 def test_single_precision_is_held_to_less() -> None:
     one = np.array([1.0], np.float32)
     assert _compared("it", one, one + np.float32(1e-5)).rounding == 1e-3
-    assert Compared("it", 0.0, 0.0).rounding == 1e-12
+    assert _compared("it", one.astype(np.float64), one).rounding == 1e-12
 
 
 def _root(a: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -54,6 +54,10 @@ class Visit:
     def show(self, index: int) -> None:
         """Move the slider to a view."""
         self.find("slider").fill(str(index))
+
+    def wait_for_another(self, attribute: str, of: Locator, than: str, *, seconds: float = 30) -> None:
+        """Until an attribute has another value. The page allows no eval, so `wait_for_function` looks only once."""
+        expect(of).not_to_have_attribute(attribute, than, timeout=1_000 * seconds)
 
     def overflow(self) -> int:
         """Pixels by which the page is wider than its window."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lowtide.chain import Chain, StepCost, TapeOption, Working
+from lowtide.chain import Chain, Role, StepCost, TapeOption, Working
+from lowtide.forms import RERUN, Form, LeanForm, Way, lean_form
 from lowtide.plan import Knob, Plan, Receipt
 from lowtide.planners.blocks import Blocks, block_frontier, choose_blocks, least_peak
 
 MIB = 1 << 20
 PARAMETERS, OPTIMIZER, INPUTS = 324 * MIB, 648 * MIB, 2 * MIB
+IN_PARTS = Form((("attn", Way(rerun=True)), ("mlp", Way(lean=LeanForm(1048576, 0)))))
 HELD = PARAMETERS + OPTIMIZER + INPUTS
 NOTES = (
     "transformer.wte is called once and is no repeated block: it runs as it is.",
@@ -27,12 +29,10 @@ def block(k: int) -> StepCost:
     tape, gradients = 72 * MIB + 4096 * k, max(12 - k, 0) * 20 * MIB
     seconds = 0.006 + 0.0001 * k
     options = (
-        TapeOption(tape * 3 // 5, 0.0004 + 0.00001 * k, "lean 45298483 + 524288 B", HELD + gradients + 4 * MIB),
-        TapeOption(tape * 2 // 5, 0.0010 + 0.00002 * k, "lean 30198988 + 1048576 B", HELD + gradients + 6 * MIB),
-        TapeOption(
-            tape // 4, 0.0021 + 0.00001 * k, "attn: rerun; mlp: lean 1048576 + 0 B", HELD + gradients + 30 * MIB
-        ),
-        TapeOption(3 * MIB, seconds, "rerun", HELD + gradients + tape),
+        TapeOption(tape * 3 // 5, 0.0004 + 0.00001 * k, "", HELD + gradients + 4 * MIB, lean_form(45298483, 524288)),
+        TapeOption(tape * 2 // 5, 0.0010 + 0.00002 * k, "", HELD + gradients + 6 * MIB, lean_form(30198988, 1048576)),
+        TapeOption(tape // 4, 0.0021 + 0.00001 * k, "", HELD + gradients + 30 * MIB, IN_PARTS),
+        TapeOption(3 * MIB, seconds, "", HELD + gradients + tape, RERUN),
     )
     working = Working(0, HELD + MIB, HELD + gradients + 3 * MIB)
     return StepCost(1, tape, seconds, 2 * seconds, working=working, options=options)
@@ -41,13 +41,14 @@ def block(k: int) -> StepCost:
 def gpt(blocks: int = 12, name: str = "transformer.h") -> Chain:
     """What happens in a training step, in the order of the forward."""
     steps = [
-        ("(optimizer step)", outside(324 * MIB, 0.0, 0.009)),
-        ("(outside)", outside(300 * MIB, 0.001, 0.002)),
-        *((f"{name}.{k}", block(k)) for k in range(blocks)),
-        ("(outside)", outside(90 * MIB, 0.004, 0.008)),
-        ("(loss)", outside(150 * MIB, 0.001, 0.001)),
+        ("(optimizer step)", Role.OPTIMIZER, outside(324 * MIB, 0.0, 0.009)),
+        ("(outside)", Role.BETWEEN, outside(300 * MIB, 0.001, 0.002)),
+        *((f"{name}.{k}", Role.BLOCK, block(k)) for k in range(blocks)),
+        ("(outside)", Role.BETWEEN, outside(90 * MIB, 0.004, 0.008)),
+        ("(loss)", Role.LOSS, outside(150 * MIB, 0.001, 0.001)),
     ]
-    chain = Chain.of([step for _, step in steps], [name for name, _ in steps])
+    names, roles, costs = zip(*steps, strict=True)
+    chain = Chain.of(costs, names, roles)
     return replace(chain, parameters=PARAMETERS, gradients=PARAMETERS)
 
 

@@ -17,9 +17,9 @@ from matplotlib.transforms import Bbox
 from lowtide.errors import InputError
 from lowtide.plan import Receipt
 from lowtide.planners.choose import choose
+from lowtide.report.content import Story, tell
 from lowtide.report.figures import figure, frontier_axes, memory_axes, schedule_axes
-from lowtide.report.peers import Mark
-from lowtide.report.story import Story, tell
+from lowtide.report.usual_tools import Mark
 from lowtide.sizes import format_size
 from tests.report.chains import HOSTILE, measured, network, on_disk, rollout, untimed
 

@@ -13,16 +13,18 @@ import pytest
 from rich.console import Console
 
 from lowtide import BudgetError, Chain, Plan, Receipt, StepCost, TapeOption, Working
+from lowtide.chain import Role
+from lowtide.forms import form_named
 from lowtide.plan import Knob
-from lowtide.planners import block_words
-from lowtide.planners.block_words import format_time, is_block, kinds, rows, worst_moment
+from lowtide.planners import block_text
+from lowtide.planners.block_text import format_time, kind, kinds, rows, worst_moment
 from lowtide.planners.blocks import Blocks, block_frontier, for_peak, least_peak, to_ask
 from lowtide.report import Mark, figure, show, tell
-from lowtide.report.picture import MODEL_PARTS, layers_of
+from lowtide.report.content import measured_peak
+from lowtide.report.drawing import MODEL_PARTS, layers_of
 from lowtide.report.snippets import snippets
-from lowtide.report.story import measured_peak
-from lowtide.report.text import render
-from lowtide.report.words import size_at_least
+from lowtide.report.terminal import render
+from lowtide.report.wording import size_at_least
 from lowtide.sizes import format_size, parse_size
 from tests.report.chains import HOSTILE
 from tests.report.models import HELD, INPUTS, MIB, OPTIMIZER, PARAMETERS, gpt, measured_model, model_plan
@@ -86,24 +88,24 @@ def test_the_worst_moment_is_the_peak_and_its_parts_are_all_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "where", "told"),
+    ("roles", "where", "told"),
     [
-        (["(optimizer step)", "a"], 0, "in the optimizer step: parameters 10 B, gradients 5 B, the rest 86 B"),
-        (["a", "(loss)"], 1, "in the loss: parameters 10 B, tapes 7 B, gradients so far and transients 91 B"),
+        ([Role.OPTIMIZER, Role.BLOCK], 0, "in the optimizer step: parameters 10 B, gradients 5 B, the rest 86 B"),
+        ([Role.BLOCK, Role.LOSS], 1, "in the loss: parameters 10 B, tapes 7 B, gradients so far and transients 91 B"),
         (
-            ["(outside)", "a"],
+            [Role.BETWEEN, Role.BLOCK],
             0,
             "outside the blocks, before the first: parameters 10 B, gradients so far and transients",
         ),
-        (["a", "(outside)"], 1, "outside the blocks, after a: parameters 10 B, tapes 7 B, gradients so far"),
-        (["a", "b"], 1, "in b: parameters 10 B, tapes 8 B, gradients so far and transients 90 B"),
-        ([], 1, "in step 1: parameters 10 B, tapes 8 B, gradients so far"),
+        ([Role.BLOCK, Role.BETWEEN], 1, "outside the blocks, after a: parameters 10 B, tapes 7 B, gradients so far"),
+        ([Role.BLOCK, Role.BLOCK], 1, "in b: parameters 10 B, tapes 8 B, gradients so far and transients 90 B"),
+        ([], 1, "in b: parameters 10 B, tapes 8 B, gradients so far"),
     ],
 )
-def test_where_the_worst_moment_is(names: list[str], where: int, told: str) -> None:
+def test_where_the_worst_moment_is(roles: list[Role], where: int, told: str) -> None:
     light, heavy = StepCost(1, 7), StepCost(1, 1, working=Working(backward=100))
     steps = [heavy, light] if where == 0 else [light, heavy]
-    chain = dataclasses.replace(Chain.of(steps, names), parameters=10, gradients=5)
+    chain = dataclasses.replace(Chain.of(steps, ["a", "b"], roles), parameters=10, gradients=5)
     worst = worst_moment(chain, Blocks((0, 0)))
     assert worst.step == where
     assert str(worst).startswith(told)
@@ -112,17 +114,19 @@ def test_where_the_worst_moment_is(names: list[str], where: int, told: str) -> N
 def test_forms_that_free_nothing_are_told_too() -> None:
     options = (TapeOption(10, 0.5, "", 20), TapeOption(10, 0.0, "same"), TapeOption(4, 0.0, "free", 50))
     chain = Chain.of([StepCost(1, 10, working=Working(backward=50), options=options), StepCost(1, 11)])
-    told = [block_words.why(chain, 0, option, "s") for option in range(4)]
+    told = [block_text.why(chain, 0, option, "s") for option in range(4)]
     assert told == ["fits", "needs 30 B less at its worst moment for 500 ms", "at no cost", "frees 6 B at no cost"]
-    assert block_words.why(chain, 1, 0, "s") == "fits; it has no other form"
+    assert block_text.why(chain, 1, 0, "s") == "fits; it has no other form"
     assert rows(chain, Blocks((1, 0)))[0].decision == "option 1"
 
 
 def test_decisions_are_counted_by_their_sort() -> None:
-    forms = ["rerun", "keep", "lean 3 KiB + 0 B", "rerun, lean 3 KiB + 0 B", "a: rerun; b: lean 1 KiB + 0 B", "odd one"]
-    assert kinds([*forms, "keep", "rerun, keep x", "nest (0-3)"]) == (
-        "2 kept, 1 lean, 1 in parts, 1 nested, 3 rerun, 1 odd"
-    )
+    texts = ["rerun", "lean 3 + 0 B", "rerun, lean 3 + 0 B", "a: rerun; b: lean 1 + 0 B", "rerun, keep x", "nest (0-3)"]
+    options = [TapeOption(2, 1.0, form=form_named(text)) for text in texts]
+    step = StepCost(1, 10, options=(*options, TapeOption(2, 1.0, "odd one")))
+    chain = Chain.of([step])
+    found = [kind(chain, 0, option) for option in range(len(step.menu))]
+    assert kinds([*found, "kept"]) == "2 kept, 1 lean, 1 in parts, 1 nested, 3 rerun, 1 odd"
     assert kinds([]) == ""
 
 
@@ -162,7 +166,9 @@ def test_times_that_were_counted_are_no_seconds() -> None:
 
 
 def test_a_model_without_anything_to_choose() -> None:
-    chain = Chain.of([StepCost(1, 1, 1.0, 2.0), StepCost(1, 1, 1.0, 3.0)], ["(outside)", "(loss)"])
+    chain = Chain.of(
+        [StepCost(1, 1, 1.0, 2.0), StepCost(1, 1, 1.0, 3.0)], ["(outside)", "(loss)"], [Role.BETWEEN, Role.LOSS]
+    )
     plan = Plan.make(chain, Knob("none"), Blocks((0, 0), notes=("Nothing is repeated in this model.",)))
     text = str(plan)
     assert "model     0 blocks, 0 B of tape if all are kept" in text
@@ -282,7 +288,8 @@ def test_the_terminal_shows_of_a_measurement_what_was_measured() -> None:
 
 def test_times_are_the_blocks_where_nothing_else_has_one() -> None:
     free = [dataclasses.replace(step, forward=0.0, backward=0.0) for step in PLAN.chain.steps]
-    steps = [step if is_block(PLAN.chain, k) else free[k] for k, step in enumerate(PLAN.chain.steps)]
+    blocks = PLAN.chain.blocks()
+    steps = [step if k in blocks else free[k] for k, step in enumerate(PLAN.chain.steps)]
     plan = Plan.make(dataclasses.replace(PLAN.chain, steps=tuple(steps)), PLAN.knob, SCHEDULE)
     assert f"{plan.time_factor:.3f}x the plain blocks' time, predicted" in str(plan)
     assert "time over the plain blocks'" in printed(plan, width=120)

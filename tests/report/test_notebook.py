@@ -14,7 +14,7 @@ from lowtide.chain import Chain, StepCost
 from lowtide.plan import Plan, Receipt
 from lowtide.planners.choose import choose
 from lowtide.report.notebook import MOST_RUNS, plan_html, receipt_html
-from lowtide.report.playing import played
+from lowtide.report.timeline import played
 from lowtide.sizes import format_size
 from tests.report.chains import HOSTILE, measured, network, on_disk, rollout, untimed
 

@@ -30,8 +30,8 @@ import lowtide.torch as lt
 from lowtide import BudgetError, Plan
 from lowtide.planners.blocks import Blocks
 from lowtide.torch import measure
-from lowtide.torch.bits import same_bits
-from lowtide.torch.storages import tensors_of
+from lowtide.torch.memory.tracker import tensors_of
+from lowtide.torch.state.bits import same_bits
 
 
 class Model(NamedTuple):
@@ -222,8 +222,8 @@ def schedule_of(plan: Plan) -> Blocks:
 
 def decisions(plan: Plan) -> dict[str, str]:
     """The form of each block."""
-    pairs = zip(plan.chain.names, schedule_of(plan).options, strict=True)
-    return {name: plan.chain[k].menu[option].name for k, (name, option) in enumerate(pairs) if not name.startswith("(")}
+    chain, options = plan.chain, schedule_of(plan).options
+    return {chain.names[k]: chain[k].menu[options[k]].name for k in chain.blocks()}
 
 
 class Step(NamedTuple):

@@ -237,7 +237,7 @@ def hidden_of(module: nn.Module) -> dict[str, Any]:
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Names of what is not the same, bit by bit."""
-    from lowtide.torch.bits import same_bits
+    from lowtide.torch.state.bits import same_bits
 
     assert one.keys() == other.keys(), one.keys() ^ other.keys()
 

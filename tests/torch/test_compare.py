@@ -10,9 +10,9 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import InputError, Receipt
-from lowtide.torch import recording
-from lowtide.torch.bits import checksum, same_bits, words
-from lowtide.torch.compare import Compared, Comparison
+from lowtide.interface.comparison import Compared, Comparison
+from lowtide.torch.memory import recording
+from lowtide.torch.state.bits import checksum, same_bits, words
 from tests.torch.networks import NETWORKS, hidden_of
 
 LENGTH = 24

@@ -2,7 +2,7 @@
 
 Exit codes: 0 for an answer, 1 when no plan fits the budget (the least that works is printed) or a benchmark fails,
 2 for input that cannot be read, 130 when it is stopped with Ctrl-C. Rich and typer are imported here, in `demo` and in
-`report.text` only; install them with `lowtide[report]`.
+`report.terminal` only; install them with `lowtide[report]`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
-from lowtide import __version__
 from lowtide.cli import bench, demo, plan, report
 from lowtide.errors import BudgetError, LowtideError
+from lowtide.version import __version__
 
 __all__ = ["app", "main"]
 

@@ -68,7 +68,7 @@ BENCHMARKS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RatioRow:
     """A ratio of a benchmark, or why there is none."""
 
     benchmark: str
@@ -136,9 +136,9 @@ def _chosen(names: Sequence[str]) -> list[Benchmark]:
     return [known[name] for name in dict.fromkeys(names)] or list(BENCHMARKS)
 
 
-def _run_all(chosen: Sequence[Benchmark], scripts: Path, quick: bool, console: Console) -> tuple[list[Row], int]:
+def _run_all(chosen: Sequence[Benchmark], scripts: Path, quick: bool, console: Console) -> tuple[list[RatioRow], int]:
     """The rows of all benchmarks, and the exit code; a benchmark that fails does not end the others."""
-    rows: list[Row] = []
+    rows: list[RatioRow] = []
     code = 0
     columns = (
         SpinnerColumn(),
@@ -156,21 +156,21 @@ def _run_all(chosen: Sequence[Benchmark], scripts: Path, quick: bool, console: C
                 console.rule(f"{each.name} ({number} of {len(chosen)})")
                 rows += _run(each, scripts, quick, progress, bar)
             except KeyboardInterrupt:
-                rows.append(Row(each.name, each.about, why="stopped"))
+                rows.append(RatioRow(each.name, each.about, why="stopped"))
                 return rows, STOPPED
             except subprocess.CalledProcessError as error:
                 code = 1
-                rows.append(Row(each.name, each.about, why=f"failed: exit code {error.returncode}"))
+                rows.append(RatioRow(each.name, each.about, why=f"failed: exit code {error.returncode}"))
             progress.advance(bar)
     return rows, code
 
 
-def _run(each: Benchmark, scripts: Path, quick: bool, progress: Progress, bar: Any) -> list[Row]:
+def _run(each: Benchmark, scripts: Path, quick: bool, progress: Progress, bar: Any) -> list[RatioRow]:
     """Run one, show what it prints as it comes, and read its ratios; without what it needs, say so."""
     if each.missing:
         why = f"skipped: {', '.join(each.missing)} not installed here"
         progress.console.print(why)
-        return [Row(each.name, each.about, why=why)]
+        return [RatioRow(each.name, each.about, why=why)]
     with TemporaryDirectory() as scratch:
         found = Path(scratch) / "ratios.json"
         command = [sys.executable, "-u", str(scripts / f"{each.name}.py"), "--ratios", str(found)]
@@ -188,7 +188,7 @@ def _run(each: Benchmark, scripts: Path, quick: bool, progress: Progress, bar: A
                 raise
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, command)
-        return [Row(each.name, **ratio) for ratio in json.loads(found.read_text(encoding="utf-8"))]
+        return [RatioRow(each.name, **ratio) for ratio in json.loads(found.read_text(encoding="utf-8"))]
 
 
 def _lines(stream: IO[bytes]) -> Iterator[tuple[str, bool]]:
@@ -203,7 +203,7 @@ def _lines(stream: IO[bytes]) -> Iterator[tuple[str, bool]]:
         yield rest, True
 
 
-def _table(rows: Sequence[Row], quick: bool, dash: str = NOTHING) -> Table:
+def _table(rows: Sequence[RatioRow], quick: bool, dash: str = NOTHING) -> Table:
     note = "quick sizes: the limits are for the full ones" if quick else None
     table = Table(title="Ratios: Lowtide's figure by the other's", caption=note)
     table.add_column("benchmark", no_wrap=True)
@@ -229,7 +229,7 @@ def _dash(encoding: str) -> str:
     return NOTHING if NOTHING.encode(encoding, "ignore") else PLAIN_NOTHING
 
 
-def _document(rows: Sequence[Row], quick: bool) -> dict[str, Any]:
+def _document(rows: Sequence[RatioRow], quick: bool) -> dict[str, Any]:
     """The table as JSON, which knows no infinity: a ratio out of reach has no value, and is not kept."""
     return {
         "lowtide": lowtide.__version__,

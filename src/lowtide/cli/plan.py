@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from lowtide.chain import Chain, Disk
 from lowtide.cli.files import check_file, read_plan, write
 from lowtide.cli.paper import equal_chain, read_chain, read_disk
 from lowtide.cli.report import tell
@@ -21,8 +22,8 @@ from lowtide.plan import Plan
 from lowtide.planners.blocks import for_peak
 from lowtide.planners.choose import choose
 from lowtide.planners.frontier import frontier
+from lowtide.report.kinds import kind_of
 from lowtide.report.page import page as report_page
-from lowtide.report.words import is_model
 from lowtide.sizes import parse_size
 from lowtide.targets import plan_target
 from lowtide.targets.frameworks import FRAMEWORKS
@@ -105,38 +106,23 @@ def plan_command(
     check_file(report, "--report")
     disk = read_disk(disk_write, disk_read)
     costs = {"state": state, "tape": tape, "working": working, "forward": forward, "backward": backward}
+    own = {"input": inputs or None, "steps": steps, "framework": framework}
     made: Plan | None = None
     if target is not None and target.endswith(".json"):
-        others = {
-            "input": inputs or None,
-            "steps": steps,
-            "framework": framework,
-            "chain": chain,
-            "disk-write": disk_write,
-        }
-        _refuse({**knobs, **costs, **others}, f"{target} is a plan already")
+        _refuse({**knobs, **costs, **own, "chain": chain, "disk-write": disk_write}, f"{target} is a plan already")
         made = read_plan(Path(target))
-        the_chain = made.chain
     elif target is not None:
         _refuse({**costs, "chain": chain}, f"{target} is measured")
-        own: dict[str, Any] = {"inputs": inputs or (), "steps": steps, "framework": framework}
-        # What the user's code prints goes beside the answer, which may be JSON for another program.
-        with Console(stderr=True).status(f"planning {target}"), redirect_stdout(sys.stderr):
-            made = plan_target(target, **own) if sweep else plan_target(target, **own, **knobs, disk=disk)
-        the_chain = made.chain
+        asked = {} if sweep else {**knobs, "disk": disk}
+        made = _planned(target, inputs=inputs or (), steps=steps, framework=framework, **asked)
     else:
-        _refuse({"input": inputs or None, "framework": framework, "peak": peak}, "there is no MODULE:NAME")
-        if chain is not None:
-            _refuse({"steps": steps, **costs}, "--chain describes every step")
-        the_chain = equal_chain(steps, state, tape, working, forward, backward) if chain is None else read_chain(chain)
-    if sweep and made is not None and is_model(made):
-        print_frontier(block_plans(made, points), as_json)
-        return
+        _refuse({**own, "steps": None, "peak": peak}, "there is no MODULE:NAME")
+        on_paper = _on_paper(chain, steps, costs)
     if sweep:
-        print_frontier(_with_bar(frontier(the_chain, points, disk), points), as_json)
+        print_frontier(_swept(on_paper if made is None else made, points, disk), as_json)
         return
     if made is None:
-        made = choose(the_chain, budget, checkpoints=checkpoints, base=base, disk=disk)
+        made = choose(on_paper, budget, checkpoints=checkpoints, base=base, disk=disk)
     if peak is not None:
         made = for_peak(made, parse_size(peak, "peak"))
     typer.echo(made.to_json() if as_json else str(made))
@@ -144,6 +130,27 @@ def plan_command(
         write(save, made.to_json())
     if report is not None:
         write(report, report_page(tell(made, None)))
+
+
+def _on_paper(file: Path | None, steps: int | None, costs: dict[str, Any]) -> Chain:
+    """The chain that a file describes, or that options do."""
+    if file is None:
+        return equal_chain(steps, **costs)
+    _refuse({"steps": steps, **costs}, "--chain describes every step")
+    return read_chain(file)
+
+
+def _planned(target: str, **options: Any) -> Plan:
+    """Plan the user's own function. What its code prints goes beside the answer, which may be JSON for a program."""
+    with Console(stderr=True).status(f"planning {target}"), redirect_stdout(sys.stderr):
+        return plan_target(target, **options)
+
+
+def _swept(what: Plan | Chain, points: int, disk: Disk | None) -> list[Plan]:
+    """Plans for many budgets, or for many peaks of a model."""
+    if isinstance(what, Plan) and kind_of(what).model is not None:
+        return block_plans(what, points)
+    return _with_bar(frontier(what.chain if isinstance(what, Plan) else what, points, disk), points)
 
 
 def _with_bar(plans: Iterable[Plan], points: int) -> list[Plan]:

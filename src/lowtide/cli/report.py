@@ -14,8 +14,7 @@ from lowtide import report
 from lowtide.cli.files import check_file, make_room, read, read_plan, write, wrote
 from lowtide.errors import InputError
 from lowtide.plan import Plan, Receipt
-from lowtide.report import Story, figures
-from lowtide.report import text as text_report
+from lowtide.report import Story, figures, terminal
 from lowtide.report.page import page as report_page
 
 EXAMPLE = """\b
@@ -57,7 +56,7 @@ def report_command(
     check_file(figure, "--figure")
     story = tell(plan, receipt, points)
     if text:
-        text_report.show(story, Console())
+        terminal.show(story, Console())
     write(page, report_page(story))
     if figure is not None:
         figures.figure(story, make_room(figure))

@@ -8,9 +8,10 @@ from rich.table import Table
 
 from lowtide.checks import whole_number
 from lowtide.plan import Plan
-from lowtide.planners.block_words import kinds
+from lowtide.planners.block_text import kinds
 from lowtide.planners.blocks import for_peak, to_ask
-from lowtide.report.words import block_rows, is_model, share_of, size_at_least, time_of, title_of, whole_of
+from lowtide.report.kinds import ModelKind, kind_of
+from lowtide.report.wording import share_of, size_at_least
 from lowtide.sizes import format_size
 
 
@@ -27,7 +28,8 @@ def print_frontier(plans: list[Plan], as_json: bool) -> None:
     if as_json:
         typer.echo("[" + ",\n".join(made.to_json() for made in plans) + "]")
         return
-    Console().print(_peaks(plans) if is_model(plans[0]) else _budgets(plans))
+    models = [kind for kind in map(kind_of, plans) if isinstance(kind, ModelKind)]
+    Console().print(_peaks(models) if models else _budgets(plans))
 
 
 def _budgets(plans: list[Plan]) -> Table:
@@ -45,16 +47,16 @@ def _budgets(plans: list[Plan]) -> Table:
     return table
 
 
-def _peaks(plans: list[Plan]) -> Table:
-    table = Table("ask for", "peak", "of all kept", "extra", "time", "blocks", title=title_of(plans[0]))
-    for made in plans:
-        peak = made.bill.peak_memory
+def _peaks(models: list[ModelKind]) -> Table:
+    table = Table("ask for", "peak", "of all kept", "extra", "time", "blocks", title=models[0].title)
+    for kind in models:
+        made, peak = kind.plan, kind.plan.bill.peak_memory
         table.add_row(
             size_at_least(made.knob.value or 0),
             format_size(peak),
-            share_of(peak, whole_of(made)),
-            time_of(made, made.bill.seconds - made.chain.plain_seconds),
+            share_of(peak, kind.whole),
+            kind.time(made.bill.seconds - made.chain.plain_seconds),
             f"{made.time_factor:.3f}x",
-            kinds([row.decision for row in block_rows(made)]),
+            kinds(row.kind for row in kind.block_rows()),
         )
     return table

@@ -5,8 +5,8 @@
 `programs.py` bytes in PyTorch and in JAX · `tables.py`, `index.py`, `show.py` what is printed and written.
 """
 
-from lowtide.demo.contest import Row
+from lowtide.demo.contest import ResultRow
 from lowtide.demo.paper import vgg16
 from lowtide.demo.show import NAMES, run
 
-__all__ = ["NAMES", "Row", "run", "vgg16"]
+__all__ = ["NAMES", "ResultRow", "run", "vgg16"]

@@ -13,7 +13,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One way, ready to run: `run` is a forward and a backward that gives gradients, `peak` measures its bytes."""
+    """One way, ready to run: `run` is a forward and a backward that returns gradients, `peak` measures its bytes."""
 
     run: Callable[[], Sequence[Any]]
     peak: Callable[[], int]
@@ -43,7 +43,7 @@ class Contest:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ResultRow:
     """What one tool took in one example; `seconds` is None where nothing ran."""
 
     example: str

@@ -7,9 +7,9 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from lowtide import __version__
-from lowtide.demo.contest import Row
+from lowtide.demo.contest import ResultRow
 from lowtide.demo.tables import HEADINGS, MEANING, cells
+from lowtide.version import __version__
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6875; --line: #d8dee5; --back: #fff; --ours: #2a7bbf1a;
@@ -44,7 +44,7 @@ img { box-sizing: border-box; width: min(100%, 36rem); height: auto; padding: .8
 
 
 def write(
-    rows: Sequence[Row], titles: Mapping[str, tuple[str, str]], files: Mapping[str, Sequence[Path]], path: Path
+    rows: Sequence[ResultRow], titles: Mapping[str, tuple[str, str]], files: Mapping[str, Sequence[Path]], path: Path
 ) -> Path:
     """Write it: for each example its title and note, its rows, and the files that it has beside `path`."""
     parts = [
@@ -63,7 +63,7 @@ def write(
     return path
 
 
-def _example(title: str, note: str, rows: Sequence[Row], files: Sequence[Path]) -> str:
+def _example(title: str, note: str, rows: Sequence[ResultRow], files: Sequence[Path]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS[1:])
     body = "\n".join(_row(row) for row in rows)
     links = [f'<a href="{escape(file.name)}">{escape(file.name)}</a>' for file in files]
@@ -80,6 +80,6 @@ def _example(title: str, note: str, rows: Sequence[Row], files: Sequence[Path]) 
     )
 
 
-def _row(row: Row) -> str:
+def _row(row: ResultRow) -> str:
     kind = ' class="ours"' if row.tool.startswith("Lowtide") else ""
     return f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(row)[1:])}</tr>"

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from lowtide.actions import Backward
 from lowtide.chain import Chain, StepCost, Working
-from lowtide.demo.contest import PLAIN, Row
+from lowtide.demo.contest import PLAIN, ResultRow
 from lowtide.plan import Bill, Plan
 from lowtide.planners.choose import choose, least_budget
-from lowtide.report.peers import peers
+from lowtide.report.usual_tools import peers
 from lowtide.simulate import Ledger
 from lowtide.sizes import format_size
 
@@ -42,15 +42,16 @@ def verdict(plan: Plan, count: int, bill: Bill) -> str:
     return f"{count:,} actions played on paper: every one was legal, and the bill {agrees}."
 
 
-def rows(example: str, plan: Plan) -> list[Row]:
+def rows(example: str, plan: Plan) -> list[ResultRow]:
     """All tapes kept, a snapshot every so many steps, and the plan."""
     chain = plan.chain
     base = round(len(chain) ** 0.5)
     tools = [(f"every {base:,} steps", choose(chain, base=base)), (f"Lowtide, budget={BUDGET}", plan)]
     whole = chain.plain_tape
-    made = [Row(example, PLAIN, whole, whole, None, 1.0, NOTHING_RAN)]
+    made = [ResultRow(example, PLAIN, whole, whole, None, 1.0, NOTHING_RAN)]
     return made + [
-        Row(example, tool, each.bill.peak_memory, whole, None, each.time_factor, NOTHING_RAN) for tool, each in tools
+        ResultRow(example, tool, each.bill.peak_memory, whole, None, each.time_factor, NOTHING_RAN)
+        for tool, each in tools
     ]
 
 

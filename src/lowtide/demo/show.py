@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lowtide import report
 from lowtide.demo import index, paper
-from lowtide.demo.contest import Contest, Row
+from lowtide.demo.contest import Contest, ResultRow
 from lowtide.demo.tables import table
 from lowtide.demo.turns import measure, pieces
 from lowtide.errors import InputError
@@ -49,7 +49,7 @@ _MEASURED = {
 NAMES = (PAPER, *_MEASURED)
 
 
-def run(console: Console, output: Path, *, quick: bool = False, only: Sequence[str] | None = None) -> list[Row]:
+def run(console: Console, output: Path, *, quick: bool = False, only: Sequence[str] | None = None) -> list[ResultRow]:
     """Show the examples, write what they give to `output`, and return all rows.
 
     Args:
@@ -77,7 +77,7 @@ class _Show:
 
     def __init__(self, console: Console, output: Path, quick: bool) -> None:
         self._console, self._output, self._quick = console, output, quick
-        self._rows: list[Row] = []
+        self._rows: list[ResultRow] = []
         self._titles: dict[str, tuple[str, str]] = {}
         self._files: dict[str, list[Path]] = {}
 
@@ -116,7 +116,7 @@ class _Show:
                 rows, plan, receipt = self._measure(name, contest)
                 self._finish(name, rows, plan, receipt)
 
-    def end(self) -> list[Row]:
+    def end(self) -> list[ResultRow]:
         """Everything again in one table, and where the files are."""
         if self._rows:
             self._console.rule("All examples")
@@ -132,7 +132,7 @@ class _Show:
         self._console.rule(Text(title))
         self._say(note)
 
-    def _measure(self, name: str, contest: Contest) -> tuple[list[Row], Plan, Receipt | None]:
+    def _measure(self, name: str, contest: Contest) -> tuple[list[ResultRow], Plan, Receipt | None]:
         done = iter(range(pieces(contest) + 1))
         with self._bar(pieces(contest) + 1) as tell:
             rows = measure(name, contest, lambda what: tell(what, next(done)))
@@ -140,7 +140,7 @@ class _Show:
             return rows, *contest.page()
 
     def _finish(
-        self, name: str, rows: list[Row], plan: Plan, receipt: Receipt | None, files: Sequence[Path] = ()
+        self, name: str, rows: list[ResultRow], plan: Plan, receipt: Receipt | None, files: Sequence[Path] = ()
     ) -> None:
         self._console.print(table(rows, examples=False))
         page, picture = self._output / f"{name}.html", self._output / f"{name}.png"

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.demo.contest import PLAIN, Row
+from lowtide.demo.contest import PLAIN, ResultRow
 from lowtide.sizes import format_size
 
 HEADINGS = ("example", "tool", "peak", "of plain", "time", "of plain", "gradients")
@@ -19,7 +19,7 @@ MEANING = (
 )
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: ResultRow) -> tuple[str, ...]:
     """The row in words, in the order of the headings."""
     return (
         row.example,
@@ -32,7 +32,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def table(rows: Sequence[Row], *, examples: bool) -> Table:
+def table(rows: Sequence[ResultRow], *, examples: bool) -> Table:
     """All rows; with the column of examples, which says each name once, or without it."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     first = 0 if examples else 1
@@ -48,7 +48,7 @@ def table(rows: Sequence[Row], *, examples: bool) -> Table:
     return made
 
 
-def _style(row: Row) -> str:
+def _style(row: ResultRow) -> str:
     return "bold" if row.tool.startswith("Lowtide") else "dim" if row.tool == PLAIN else ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lowtide.demo.contest import Contest, Row
+from lowtide.demo.contest import Contest, ResultRow
 from lowtide.demo.equality import equality
 
 
@@ -14,7 +14,7 @@ def pieces(contest: Contest) -> int:
     return len(contest.contestants) * (3 + contest.repeats)
 
 
-def measure(example: str, contest: Contest, say: Callable[[str], None]) -> list[Row]:
+def measure(example: str, contest: Contest, say: Callable[[str], None]) -> list[ResultRow]:
     """A row for each contestant; `say` is told of every piece of work before it begins."""
     ready, gradients, peaks = {}, {}, {}
     for tool, make in contest.contestants.items():
@@ -33,7 +33,7 @@ def measure(example: str, contest: Contest, say: Callable[[str], None]) -> list[
             seconds[tool] = min(seconds[tool], contest.clock() - began)
     plain = next(iter(ready))
     return [
-        Row(
+        ResultRow(
             example,
             tool,
             peaks[tool],

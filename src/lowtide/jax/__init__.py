@@ -4,19 +4,13 @@ import lowtide.jax as lt
 carry, ys = lt.checkpointed_scan(step, init, xs, budget="64MiB")
 """
 
-from lowtide.jax.checkpoint import checkpoint
-from lowtide.jax.compare import Comparison, compare_gradients
-from lowtide.jax.loops import (
-    checkpointed_for_loop,
-    checkpointed_scan,
-    for_loop,
-    plan_for_loop,
-    plan_scan,
-    scan,
-)
-from lowtide.jax.model import apply, plan_model
-from lowtide.jax.sequential import checkpoint_sequential, plan_sequential, sequential
-from lowtide.jax.while_loop import checkpointed_while_loop
+from lowtide.interface.comparison import Comparison
+from lowtide.jax.compare import compare_gradients
+from lowtide.jax.layers.checkpoint import checkpoint
+from lowtide.jax.layers.sequential import checkpoint_sequential, plan_sequential, sequential
+from lowtide.jax.loops.loops import checkpointed_for_loop, checkpointed_scan, for_loop, plan_for_loop, plan_scan, scan
+from lowtide.jax.loops.while_loop import checkpointed_while_loop
+from lowtide.jax.model.planning import apply, plan_model
 
 __all__ = [
     "Comparison",
@@ -35,3 +29,4 @@ __all__ = [
     "scan",
     "sequential",
 ]
+__dir__ = sorted(__all__).copy  # what `dir` and tab completion show

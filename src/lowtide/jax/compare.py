@@ -1,11 +1,14 @@
-"""With Lowtide and without it: are the gradients the same, and at what cost."""
+"""With Lowtide and without it: are the gradients the same, and at what cost.
+
+The other side of a comparison is the same function, traced while `runs_plainly`: every loop, row of layers and model of
+`lowtide.jax` asks, and is then what it is without Lowtide.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,48 +17,17 @@ import numpy as np
 
 from lowtide.checks import function
 from lowtide.errors import FunctionError, InputError
-from lowtide.jax.jaxprs import is_float
-from lowtide.jax.plainly import plainly
-from lowtide.sizes import format_size
+from lowtide.interface.comparison import Compared, Comparison
+from lowtide.jax.xla.jaxprs import Leaves, is_float, replaced
+from lowtide.plan import Receipt
+
+# Part of what JAX keys its traces by, so a function that was jitted before is traced again. One for each thread.
+_plainly = jax.make_user_context(False)
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One value or gradient: its largest difference, and that as a share of its largest entry.
-
-    Where one side is infinite or no number and the other is not, both are infinite.
-    """
-
-    name: str
-    difference: float
-    relative: float
-    rounding: float = 1e-12
-
-    def __str__(self) -> str:
-        return f"{self.name:<40} " + (f"differs by {self.relative:.1e} of it" if self.difference else "the same")
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What `compare_gradients` found: a row for each value and gradient, and bytes of both compiled programs."""
-
-    rows: tuple[Compared, ...]
-    plain_bytes: int
-    lowtide_bytes: int
-
-    @property
-    def relative(self) -> float:
-        """The largest difference of any row, as a share of that row's largest entry."""
-        return max(row.relative for row in self.rows)
-
-    @property
-    def same(self) -> bool:
-        """Whether nothing differs by more than rounding: 1e-12 of it in double precision, 1e-3 in single."""
-        return all(row.relative <= row.rounding for row in self.rows)
-
-    def __str__(self) -> str:
-        memory = f"{format_size(self.lowtide_bytes)} of temporaries, {format_size(self.plain_bytes)} without Lowtide"
-        return "\n".join([*map(str, self.rows), memory])
+def runs_plainly() -> bool:
+    """Whether what is traced now is to be as it is without Lowtide."""
+    return bool(_plainly.value)
 
 
 def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:
@@ -76,29 +48,29 @@ def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comp
     if not moving:
         raise InputError("none of fn's arguments is a float array to take a gradient of; pass parameters as arguments")
 
-    def loss(some: list[Any]) -> Any:
-        given = list(leaves)
-        for k, leaf in zip(moving, some, strict=True):
-            given[k] = leaf
-        args, kwargs = jax.tree.unflatten(tree, given)
+    def loss(some: Leaves) -> Any:
+        args, kwargs = jax.tree.unflatten(tree, replaced(leaves, moving, some))
         floats = [jnp.sum(leaf) for leaf in jax.tree.leaves(fn(*args, **kwargs)) if _is_float_array(leaf)]
         if not floats:
             raise InputError("fn returned nothing that has a gradient; return the loss")
         return jnp.real(sum(floats))
 
-    outcomes, bytes_ = [], []
-    for without in (True, False):
-        with plainly(without), _telling_of_while_loops():
-            compiled = jax.jit(jax.value_and_grad(loss)).lower([leaves[k] for k in moving]).compile()
-        outcomes.append(compiled([leaves[k] for k in moving]))
-        memory = compiled.memory_analysis()
-        bytes_.append(int(memory.temp_size_in_bytes) if memory is not None else 0)
+    some = [leaves[k] for k in moving]
+    (value, gradients), plain = _run(loss, some, plainly=True)
+    (other_value, other_gradients), ours = _run(loss, some, plainly=False)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))]
-    (value, gradients), (other_value, other_gradients) = outcomes
     rows = [_compared("the result", value, other_value)]
     for k, one, other in zip(moving, gradients, other_gradients, strict=True):
         rows.append(_compared(f"gradient of {_argument(names[k])}", one, other))
-    return Comparison(tuple(rows), *bytes_)
+    return Comparison(tuple(rows), plain, ours)
+
+
+def _run(loss: Callable[[Leaves], Any], some: Leaves, *, plainly: bool) -> tuple[Any, Receipt]:
+    """The loss and its gradients, and what their program sets aside."""
+    with _plainly(plainly), _telling_of_while_loops():
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(some).compile()
+    memory = compiled.memory_analysis()
+    return compiled(some), Receipt(peak_memory=int(memory.temp_size_in_bytes) if memory is not None else 0)
 
 
 @contextmanager
@@ -131,7 +103,8 @@ def _compared(name: str, one: Any, other: Any) -> Compared:
     finite = np.isfinite(one)
     odd = np.array_equal(one[~finite], other[~finite], equal_nan=True)  # infinities, and what is no number
     if not odd or not np.all(np.isfinite(other[finite])):
-        return Compared(name, math.inf, math.inf, rounding)
+        return Compared(name, False, math.inf, math.inf, rounding)
     difference = float(np.max(np.abs(one[finite] - other[finite]), initial=0.0))
     largest = float(np.max(np.abs(one[finite]), initial=0.0))
-    return Compared(name, difference, difference / largest if largest else math.inf if difference else 0.0, rounding)
+    relative = difference / largest if largest else math.inf if difference else 0.0
+    return Compared(name, relative <= rounding, difference, relative, rounding)

@@ -1,5 +1,6 @@
-"""Planners: pure functions from a chain and a knob to a plan. Importing them lets plans be read from JSON."""
+"""Planners: pure functions from a chain and an option to a plan. Importing them lets plans be read from JSON."""
 
-from lowtide.planners import blocks, hetero, online, revolve, sweep, tiers, uniform
+from lowtide.planners import blocks, equal, online, revolve, sweep, tiers, unequal
 
-__all__ = ["blocks", "hetero", "online", "revolve", "sweep", "tiers", "uniform"]
+__all__ = ["blocks", "equal", "online", "revolve", "sweep", "tiers", "unequal"]
+__dir__ = sorted(__all__).copy  # what `dir` and tab completion show

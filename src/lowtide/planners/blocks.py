@@ -12,7 +12,7 @@ for each entry of the menu, and the pairs that no other pair beats are kept. Tho
 It is exact until a step has more than `MOST_POINTS` such pairs. Then some are left out, evenly in bytes. The others are
 not rounded: a choice has the peak that the frontier says, and the least peak is exact. But between the ends a choice
 may be a little slower than it had to be (less than 0.1% for 200 blocks with 12 entries each). Steps that could be run
-again together are not for this planner: that is `hetero`.
+again together are not for this planner: that is `unequal`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowtide.actions import Action, Backward, Tape
 from lowtide.chain import Chain, StepCost
 from lowtide.checks import MOST_TOTAL, keep_whole, whole_number
 from lowtide.errors import BudgetError, InputError
-from lowtide.plan import Bill, Knob, Plan, registered
+from lowtide.plan import Bill, FrontierPoint, Knob, Plan, registered
 from lowtide.simulate import simulate_actions
 
 MOST_POINTS = 4096
@@ -74,7 +74,7 @@ class Blocks:
         object.__setattr__(self, "notes", tuple(self.notes))
 
     def actions(self, chain: Chain) -> Iterator[Action]:
-        """See `Schedule`."""
+        """Tape every step in its form, then pull all of them back."""
         length = len(chain)
         if len(self.options) != length:
             raise InputError(f"{len(self.options):,} options do not fit a chain of {length:,} steps")
@@ -86,36 +86,27 @@ class Blocks:
         yield from (Backward(k, k + 1) for k in reversed(range(length)))
 
     def bill(self, chain: Chain) -> Bill:
-        """See `Schedule`."""
-        return simulate_actions(chain, self.actions(chain))
+        """What the actions will cost."""
+        return simulate_actions(chain, tuple(self.actions(chain)))
 
     def bound(self, chain: Chain) -> None:
         """None: there are no plain runs to bound."""
 
     def frontier(self, chain: Chain) -> tuple[FrontierPoint, ...]:
-        """See `block_frontier`."""
+        """Every choice worth making, from the largest peak to the least."""
         return block_frontier(chain)
 
     def lines(self, plan: Plan) -> Iterator[tuple[str, str]]:
-        """See `Plan.lines`."""
-        from lowtide.planners import block_words  # it reads plans of blocks, and is wanted only when one is shown
+        """The plan as (label, text) pairs."""
+        from lowtide.planners import block_text  # it reads plans of blocks, and is wanted only when one is shown
 
-        return block_words.lines(plan, self)
+        return block_text.lines(plan, self)
 
     def table(self, plan: Plan) -> Iterator[str]:
         """A line for each block."""
-        from lowtide.planners import block_words
+        from lowtide.planners import block_text
 
-        return block_words.table(plan.chain, self)
-
-
-@dataclass(frozen=True, slots=True)
-class FrontierPoint:
-    """A peak at which a faster choice becomes possible: its seconds beyond those of keeping all, and the choice."""
-
-    peak: int
-    extra: float
-    options: tuple[int, ...]
+        return block_text.table(plan.chain, self)
 
 
 @lru_cache(maxsize=8)

@@ -12,12 +12,18 @@ from lowtide.chain import Chain, Disk, Ways
 from lowtide.checks import whole_number
 from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Knob, Plan, Schedule
-from lowtide.planners import hetero
-from lowtide.planners.revolve import Revolve, least_with_slots, slots_within
-from lowtide.planners.rooms import rooms_least, rooms_of_one_sweep, rooms_within
+from lowtide.planners import unequal
+from lowtide.planners.equal import Uniform, one_sweep_memory, uniform_least, uniform_within
+from lowtide.planners.revolve import (
+    Revolve,
+    least_with_slots,
+    rooms_least,
+    rooms_of_one_sweep,
+    rooms_within,
+    slots_within,
+)
 from lowtide.planners.sweep import Base, least_sweep
 from lowtide.planners.tiers import two_tiers
-from lowtide.planners.uniform import Uniform, one_sweep_memory, uniform_least, uniform_within
 from lowtide.sizes import parse_budget
 
 
@@ -44,40 +50,48 @@ def choose(
         InputError: two knobs at once, or one that is not a number of its kind.
         BudgetError: no plan fits; it names the least budget that works.
     """
-    given = {"budget": budget, "checkpoints": checkpoints, "base": base}
-    turned = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    if len(turned) > 1:
-        raise InputError(f"{' and '.join(turned)} are two knobs; give one of budget, checkpoints and base, or none")
+    _refuse_two({"budget": budget, "checkpoints": checkpoints, "base": base})
     if disk is not None and (budget is None or not chain.is_equal):
         raise InputError("disk goes with budget= and a chain of equal steps; give both, or leave disk out")
     if rooms and (disk is not None or not chain.is_equal):
         raise InputError("rooms goes with a chain of equal steps and without disk; leave one of them out")
     if budget is not None and rooms:
         bytes_ = parse_budget(budget, chain.plain_tape)
-        return Plan.make(chain, Knob("budget", bytes_), rooms_within(chain, bytes_))
+        return Plan.make(chain, Knob("budget", bytes_), rooms_within(chain, bytes_), rooms=True)
     if budget is not None:
         return _within(chain, parse_budget(budget, chain.plain_tape), disk)
     if checkpoints is not None:
         slots = whole_number(checkpoints, "checkpoints", least=1)
-        schedule: Schedule = Revolve(slots) if chain.is_equal else hetero.with_slots(chain, slots)
-        return Plan.make(chain, Knob("checkpoints", slots), schedule)
+        return Plan.make(chain, Knob("checkpoints", slots), _with_slots(chain, slots))
     if base is not None:
         every = whole_number(base, "base", least=1)
         return Plan.make(chain, Knob("base", every), Base(every))
+    return _one_extra_run(chain, rooms=rooms)
+
+
+def _refuse_two(given: dict[str, object]) -> None:
+    turned = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if len(turned) > 1:
+        raise InputError(f"{' and '.join(turned)} are two knobs; give one of budget, checkpoints and base, or none")
+
+
+def _with_slots(chain: Chain, slots: int) -> Schedule:
+    """The fastest, or where steps differ and there are too many of them for that, the one with the fewest runs."""
+    if chain.is_equal or len(chain) > unequal.MOST_STEPS:
+        return Revolve(slots)
+    return unequal.with_slots(chain, slots)
+
+
+def _one_extra_run(chain: Chain, *, rooms: bool) -> Plan:
+    """The least memory that runs no step more than one extra time."""
     if not chain.is_equal:
         return Plan.make(chain, Knob("none"), least_sweep(chain))
     if rooms:
-        return Plan.make(chain, Knob("none"), rooms_of_one_sweep(chain))
+        return Plan.make(chain, Knob("none"), rooms_of_one_sweep(chain), rooms=True)
     step, length = chain[0], len(chain)
     memories = [one_sweep_memory(step.state, entry.tape, length) for entry in step.menu]
     plans = [Plan.make(chain, Knob("none"), Uniform(memory, option)) for option, memory in enumerate(memories)]
     return min(plans, key=lambda plan: (plan.bill.peak_memory, plan.bill.seconds))
-
-
-def has_rooms(plan: Plan) -> bool:
-    """Whether `choose` made it with rooms, as far as a plan tells: asked for bytes, it says slots or a base."""
-    chain, asked = plan.chain, plan.knob.name in ("budget", "none")
-    return asked and chain.is_equal and chain.ways is None and isinstance(plan.schedule, Revolve | Base)
 
 
 def least_budget(chain: Chain, disk: Disk | None = None, *, rooms: bool = False) -> int:
@@ -88,11 +102,11 @@ def least_budget(chain: Chain, disk: Disk | None = None, *, rooms: bool = False)
         several = least_budget(replace(chain.taped(chain.ways.several), ways=None))
         return max(chain.ways.floor, min(several, least_with_slots(chain.ways.single)))
     if not chain.is_equal:
-        return hetero.least(chain)
+        return unequal.least(chain)
     if disk is not None:
         return chain[0].working_set_in(0) + chain[0].tape
     least = uniform_least(chain[0], len(chain))
-    return min(least, hetero.least(chain)) if _is_short_and_uneven(chain) else least
+    return min(least, unequal.least(chain)) if _is_short_and_uneven(chain) else least
 
 
 def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
@@ -104,12 +118,12 @@ def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
     if chain.ways is not None and disk is None:
         return _either_way(chain, chain.ways, knob, budget)
     if not chain.is_equal:
-        return Plan.make(chain, knob, hetero.fastest(chain, budget))
+        return Plan.make(chain, knob, unequal.fastest(chain, budget))
     if disk is not None:
         return Plan.make(chain, knob, two_tiers(chain, budget - chain[0].working_set_in(0), disk))
     plans = [Plan.make(chain, knob, schedule) for schedule in uniform_within(chain, budget)]
     if _is_short_and_uneven(chain):
-        plans.append(Plan.make(chain, knob, hetero.fastest(chain, budget)))
+        plans.append(Plan.make(chain, knob, unequal.fastest(chain, budget)))
     return min(plans, key=lambda plan: plan.bill.seconds)
 
 
@@ -132,5 +146,5 @@ def _is_short_and_uneven(chain: Chain) -> bool:
     """
     step = chain[0]
     if step.options:
-        return len(chain) <= hetero.MOST_STEPS
-    return step.cotangent > 0 and hetero.is_exact(chain)
+        return len(chain) <= unequal.MOST_STEPS
+    return step.cotangent > 0 and len(chain) <= unequal.EXACT_STEPS

@@ -39,6 +39,7 @@ LEAST_SECONDS = 1e-200  # fewer are none
 Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+Arcs = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Value:
     Attributes:
         bytes: of keeping it; 0 for what is there anyway, as parameters are.
         needed: the backward asks for it.
-        small: a smaller form that gives the same bits: its bytes, and the seconds of packing and unpacking it.
+        small: a smaller form that has the same bits: its bytes, and the seconds of packing and unpacking it.
     """
 
     bytes: int
@@ -177,19 +178,27 @@ class _Graph:
         self._connect()
 
     def _connect(self) -> None:
-        source, sink, first_value = 0, 1, 2 + len(self.operations)
-        self.nodes = first_value + len(self.values)
-        node = [source if math.isinf(operation.seconds) else 2 + o for o, operation in enumerate(self.operations)]
-        place = [sink if value.needed else first_value + v for v, value in enumerate(self.values)]
+        source, sink = 0, 1
+        node, place = self._numbered(source, sink)
         tails = [source if o is None else node[o] for o in self.maker]
         self.reruns = [o for o, at in enumerate(node) if at != source]
         self.keeps = [v for v, (tail, at) in enumerate(zip(tails, place, strict=True)) if tail != source or at != sink]
         rerun_arcs = [(source, node[o]) for o in self.reruns]
         keep_arcs = [(tails[v], place[v]) for v in self.keeps]
         read_arcs = [(place[v], node[o]) for o in self.reruns for v in self.operations[o].inputs if place[v] != sink]
+        self._lay_out(rerun_arcs, keep_arcs, read_arcs)
+
+    def _numbered(self, source: int, sink: int) -> tuple[list[int], list[int]]:
+        """The node of each operation, the source for one that never runs again; of each value, the sink if needed."""
+        first_value = 2 + len(self.operations)
+        self.nodes = first_value + len(self.values)
+        node = [source if math.isinf(operation.seconds) else 2 + o for o, operation in enumerate(self.operations)]
+        return node, [sink if value.needed else first_value + v for v, value in enumerate(self.values)]
+
+    def _lay_out(self, rerun_arcs: Arcs, keep_arcs: Arcs, read_arcs: Arcs) -> None:
+        """Every arc with its reverse, once, in the order of a CSR matrix: then scipy's flow has the same order."""
         arcs = np.array(rerun_arcs + keep_arcs + read_arcs, np.int64).reshape(-1, 2)
         forward, backward = arcs @ (self.nodes, 1), arcs @ (1, self.nodes)
-        # Every arc with its reverse, once, in the order of a CSR matrix: then scipy's flow has the same order.
         keys = np.unique(np.concatenate([forward, backward]))
         rows, columns = np.divmod(keys, self.nodes)
         self.rows, self.columns = rows.astype(np.int32), columns.astype(np.int32)

@@ -1,7 +1,7 @@
 """The lower convex envelope of the least plain runs, level by level: bounds that are proven, and where to split.
 
 Let c_0 >= c_1 >= ... be how many steps of tape fit beside 0, 1, ... snapshots, and P_i(l) the least plain
-runs for l steps with i snapshots held below (`uniform` has the recurrence). Its Lagrangian dual is
+runs for l steps with i snapshots held below (`equal` has the recurrence). Its Lagrangian dual is
 
     G_i(mu) = max(c_i * mu, G_i(mu-1) + G_{i+1}(mu)),  0 for mu <= 0,    and    P_i(l) >= mu*l - G_i(mu) for every mu.
 

@@ -25,7 +25,7 @@ from typing import ClassVar
 from lowtide.actions import Action, Advance, Drop, Restore, Save
 from lowtide.chain import Chain
 from lowtide.checks import MOST_TOTAL, keep_whole, whole_number
-from lowtide.plan import Bill, Bound, registered
+from lowtide.plan import Bill, Bound, ChainSchedule, registered
 from lowtide.planners import splits
 from lowtide.planners.revolve import Revolve, plain_runs
 from lowtide.simulate import simulate_actions
@@ -109,7 +109,7 @@ class _Keeper:
 
 @registered
 @dataclass(frozen=True, slots=True)
-class Online:
+class Online(ChainSchedule):
     """What `online` does on a chain that turns out to have the length it has."""
 
     planner: ClassVar[str] = "online"
@@ -121,7 +121,7 @@ class Online:
         keep_whole(self, "slots", least=1, most=MOST_TOTAL, label="checkpoints")
 
     def actions(self, chain: Chain) -> Iterator[Action]:
-        """See `Schedule`."""
+        """The sweep with its snapshots, then the reversal of each stretch between two of them."""
         generator = online(self.slots)
         action = next(generator)
         while True:
@@ -133,7 +133,7 @@ class Online:
                 return
 
     def bill(self, chain: Chain) -> Bill:
-        """See `Schedule`."""
+        """What the actions will cost."""
         return simulate_actions(chain, self.actions(chain))
 
     def bound(self, chain: Chain) -> Bound:

@@ -1,4 +1,4 @@
-"""A number of snapshots and of steps of tape, each with a room of its own: the binomial optimum, in closed form.
+"""Snapshots and steps of tape, each with a buffer of its own: the binomial optimum, in closed form.
 
 Griewank and Walther, "Algorithm 799: Revolve" (2000). With s snapshots, the start among them, and
 beta(s, r) = C(s+r, s), a chain of beta(s, r-1) < l <= beta(s, r) steps needs
@@ -10,7 +10,9 @@ steps, stretches of up to c steps are taped whole, and the same holds in units o
 
     t(l, s, c) = r*l - c*beta(s+1, r-1)        for c*beta(s, r-1) < l <= c*beta(s, r)
 
-What is left over in memory is not spent on more tape here; `uniform` does that.
+Where memory can go to snapshots or tape at any moment, a plan keeps fewer steps of tape the more snapshots it holds;
+`equal` does that. A program whose buffers are laid out before it runs cannot: it has s slots and room for c steps of
+tape all the time, s*a + c*w bytes. How to spend a budget on the two (`rooms_within`) is all there is to choose.
 """
 
 from __future__ import annotations
@@ -18,17 +20,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from math import comb
+from math import comb, isqrt
 from typing import ClassVar
 
 from lowtide.actions import Action, Tier
 from lowtide.chain import Chain, StepCost
 from lowtide.checks import MOST_STEPS, MOST_TOTAL, keep_whole
 from lowtide.errors import BudgetError
-from lowtide.plan import Bill, Bound, registered
+from lowtide.plan import Bill, Bound, ChainSchedule, registered
 from lowtide.planners import splits
-from lowtide.planners.sweep import sweep_bill
-from lowtide.planners.uniform import OneSlot
+from lowtide.planners.sweep import Base
 from lowtide.simulate import simulate_actions
 
 
@@ -76,6 +77,61 @@ def left_part(length: int, slots: int, steps: int = 1) -> int:
     return min(steps * beta(slots, r - 1), length - steps * beta(slots - 1, r - 1))
 
 
+@registered
+@dataclass(frozen=True, slots=True)
+class Revolve(ChainSchedule):
+    """At most `slots` snapshots, the initial state among them, and `steps` steps of tape."""
+
+    planner: ClassVar[str] = "revolve"
+    disk: ClassVar[None] = None
+
+    slots: int
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        keep_whole(self, "slots", least=1, most=MOST_TOTAL, label="checkpoints")
+        keep_whole(self, "steps", least=1, most=MOST_STEPS)
+
+    def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
+        """A `splits.Rule`: the optimal split with the slots that are still free."""
+        return left_part(length, self.slots - held, self.steps), Tier.MEMORY
+
+    def actions(self, chain: Chain) -> Iterator[Action]:
+        """The actions, made one by one as they are asked for."""
+        return splits.play(self.rule, 0, len(chain))
+
+    def bill(self, chain: Chain) -> Bill:
+        """What they will cost; in closed form where the stretches would be as many as the steps."""
+        length = len(chain)
+        if not chain.is_equal:
+            return simulate_actions(chain, self.actions(chain))
+        if (self.slots + 1) * self.steps >= length:
+            return self._sweep_bill(chain)
+        if self.slots == 1:
+            return splits.OneSlot((self.steps, self.steps)).bill(chain, 0)
+        return splits.bill(self.rule, chain)
+
+    def _sweep_bill(self, chain: Chain) -> Bill:
+        """One sweep: all stretches are full but the last but one."""
+        step, tape = chain[0], min(self.steps, len(chain))
+        count = -(-len(chain) // tape)
+        rest = len(chain) - (count - 1) * tape
+        fullest = max(
+            (count - 2) * step.state + rest * step.tape, (count - 3) * step.state + tape * step.tape * (count > 2)
+        )
+        return splits.sweep_bill(chain, count, tape, fullest)
+
+    def bound(self, chain: Chain) -> Bound:
+        """The optimum itself."""
+        tape = "one step" if self.steps == 1 else f"{self.steps:,} steps"
+        return Bound(
+            plain_runs(len(chain), self.slots, self.steps), f"with {self.slots:,} snapshots and {tape} of tape"
+        )
+
+
+# --- how much fits in a budget
+
+
 def slots_within(step: StepCost, budget: int) -> int:
     """The most snapshots that fit `budget` beside one step of tape and the working set.
 
@@ -92,57 +148,56 @@ def slots_within(step: StepCost, budget: int) -> int:
 
 def least_with_slots(step: StepCost) -> int:
     """The least budget for which `slots_within` finds room: one snapshot."""
+    # The slot is taken at either moment: while a step is taped or pulled back, and while steps are run plainly.
     taping = step.tape + max(step.working.tape + step.cotangent, step.working.backward)
     return step.state + max(taping, step.working.advance + step.cotangent)
 
 
-@registered
-@dataclass(frozen=True, slots=True)
-class Revolve:
-    """At most `slots` snapshots, the initial state among them, and `steps` steps of tape."""
+def rooms_least(step: StepCost, length: int) -> int:
+    """The least budget for which `rooms_within` finds a schedule."""
+    return step.working_set_in(0) + min(length * step.tape, step.state + step.tape)
 
-    planner: ClassVar[str] = "revolve"
-    disk: ClassVar[None] = None
 
-    slots: int
-    steps: int = 1
+# Numbers of slots that are tried one by one; of more, a grid and then the neighbourhood of its best.
+_MOST_ONE_BY_ONE = 2048
 
-    def __post_init__(self) -> None:
-        keep_whole(self, "slots", least=1, most=MOST_TOTAL, label="checkpoints")
-        keep_whole(self, "steps", least=1, most=MOST_STEPS)
 
-    def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
-        """See `splits.Rule`."""
-        return left_part(length, self.slots - held, self.steps), Tier.MEMORY
+def rooms_within(chain: Chain, budget: int) -> Revolve | Base:
+    """The slots and steps of tape, within a budget, that need the fewest plain runs.
 
-    def actions(self, chain: Chain) -> Iterator[Action]:
-        """See `Schedule`."""
-        return splits.play(self.rule, 0, len(chain))
+    Raises:
+        BudgetError: not even one slot and one step of tape fit.
+    """
+    step, length = chain[0], len(chain)
+    least = rooms_least(step, length)
+    if budget < least:
+        ways = "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
+        raise BudgetError(budget, least, ways)
+    memory = budget - step.working_set_in(0)
+    if memory >= length * step.tape:
+        return Base(length)
 
-    def bill(self, chain: Chain) -> Bill:
-        """See `Schedule`; in closed form where the stretches would be as many as the steps."""
-        length = len(chain)
-        if not chain.is_equal:
-            return simulate_actions(chain, self.actions(chain))
-        if (self.slots + 1) * self.steps >= length:
-            return self._sweep_bill(chain)
-        if self.slots == 1:
-            return OneSlot((self.steps, self.steps)).bill(chain, 0)
-        return splits.bill(self.rule, chain)
+    def runs(slots: int) -> int:
+        return plain_runs(length, slots, (memory - slots * step.state) // step.tape)
 
-    def _sweep_bill(self, chain: Chain) -> Bill:
-        """One sweep: all stretches are full but the last but one."""
-        step, tape = chain[0], min(self.steps, len(chain))
-        count = -(-len(chain) // tape)
-        rest = len(chain) - (count - 1) * tape
-        fullest = max(
-            (count - 2) * step.state + rest * step.tape, (count - 3) * step.state + tape * step.tape * (count > 2)
-        )
-        return sweep_bill(chain, count, tape, fullest)
+    most = min((memory - step.tape) // step.state, length - 1)
+    stride = max(1, most // _MOST_ONE_BY_ONE)
+    near = min(range(1, most + 1, stride), key=runs)
+    best = min(range(max(1, near - stride), min(most, near + stride) + 1), key=runs)
+    return Revolve(best, (memory - best * step.state) // step.tape)
 
-    def bound(self, chain: Chain) -> Bound:
-        """The optimum itself."""
-        tape = "one step" if self.steps == 1 else f"{self.steps:,} steps"
-        return Bound(
-            plain_runs(len(chain), self.slots, self.steps), f"with {self.slots:,} snapshots and {tape} of tape"
-        )
+
+def rooms_of_one_sweep(chain: Chain) -> Revolve | Base:
+    """The fewest bytes of slots and tape with which no step is run plainly more than once."""
+    step, length = chain[0], len(chain)
+
+    def bytes_with(steps: int) -> int:
+        return (-(-length // steps) - 1) * step.state + steps * step.tape
+
+    # (T/c - 1)*a + c*w is least at c = sqrt(T*a/w); rounding T/c up moves that by less than its own square root.
+    middle = isqrt(length * step.state // step.tape)
+    reach = 2 * isqrt(middle) + 2
+    tried = range(max(1, middle - reach), min(length, middle + reach) + 1)
+    best = min(tried, key=bytes_with, default=length)
+    count = -(-length // best)
+    return Revolve(count - 1, best) if count > 1 else Base(length)

@@ -5,12 +5,17 @@ stored, its first `left` steps are run without tape, the right part is dealt wit
 left part from the stored start. A rule says which, from nothing but the stretch's length, the snapshots
 held in memory below it, and where its start is stored; so equal stretches are split alike, a million
 steps need a few thousand answers, and the bill comes from the distinct stretches alone.
+
+Here are the actions and the bill that follow from any rule, and the two rules whose bills have a closed form: one
+sweep, and one slot. Which rule a memory calls for is decided by `equal`, `revolve` and `tiers`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape, Tier
 from lowtide.chain import Chain, Disk, StepCost
@@ -22,35 +27,20 @@ from lowtide.plan import Bill
 Rule = Callable[[int, int, Tier | None], tuple[int, Tier]]
 
 
-def equal_step(chain: Chain) -> StepCost:
-    """The step of a chain of equal steps, which is what rules are for."""
-    if not chain.is_equal:
-        raise InputError(f"this planner is for equal steps; {chain}: use the planners for unequal ones")
-    return chain[0]
+class Solver(Protocol):
+    """Where to split, and what it costs, for one amount of memory and stretches of up to some length."""
+
+    def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
+        """A `Rule`."""
+
+    def bound(self, length: int) -> int:
+        """A proven lower bound on the plain runs of a stretch with nothing held below."""
+
+    def bill(self, chain: Chain, option: int) -> Bill:
+        """What the whole chain costs."""
 
 
-def equal_bill(
-    chain: Chain,
-    option: int,
-    *,
-    plain_runs: int,
-    peak_memory: int,
-    peak_snapshots: int,
-    on_disk: int = 0,
-    disk_seconds: float = 0.0,
-) -> Bill:
-    """The bill of counts over equal steps, each taped and pulled back once."""
-    step, length = equal_step(chain), len(chain)
-    pulling = length * step.menu[option].extra + length * step.backward
-    return Bill(
-        plain_runs=plain_runs,
-        taping_runs=length,
-        backward_runs=length,
-        peak_memory=peak_memory,
-        peak_disk=on_disk * step.state,
-        peak_snapshots=peak_snapshots,
-        seconds=(plain_runs + length) * step.forward + pulling + disk_seconds,
-    )
+# --- any rule: its actions and its bill
 
 
 def play(rule: Rule, start: int, stop: int, *, held: int = 0, option: int = 0) -> Iterator[Action]:
@@ -97,12 +87,15 @@ def bill(rule: Rule, chain: Chain, *, option: int = 0, disk: Disk | None = None)
     """What `play` over the whole chain costs, from its distinct stretches."""
     step, length = equal_step(chain), len(chain)
     tape, pulling = step.menu[option].tape, step.pulling[option]
+    # A stretch is told by (size, held, stored, first); first: reached before any backward, so without a cotangent.
     tallies: dict[tuple[int, int, Tier | None, bool], _Tally] = {}
     root = (length, 0, None, True)
+    # Depth first without recursion, which chains of thousands of levels would exhaust: a stretch stays on the stack
+    # until both of its parts have their tallies, so each distinct one is tallied once.
     pending: list[tuple[int, int, Tier | None, bool]] = [root]
     while pending:
         node = pending[-1]
-        size, held, stored, first = node  # first: reached before any backward, so there is no cotangent yet
+        size, held, stored, first = node
         cotangent = 0 if first else step.cotangent
         left, tier = rule(size, held, stored)
         if not left:
@@ -131,7 +124,7 @@ def bill(rule: Rule, chain: Chain, *, option: int = 0, disk: Disk | None = None)
     disk_seconds = 0.0
     if disk is not None:
         disk_seconds = total.writes * step.state * disk.write + total.reads * step.state * disk.read
-    return equal_bill(
+    return _bill_of_counts(
         chain,
         option,
         plain_runs=total.plain_runs,
@@ -140,3 +133,133 @@ def bill(rule: Rule, chain: Chain, *, option: int = 0, disk: Disk | None = None)
         on_disk=total.on_disk,
         disk_seconds=disk_seconds,
     )
+
+
+def _bill_of_counts(
+    chain: Chain,
+    option: int,
+    *,
+    plain_runs: int,
+    peak_memory: int,
+    peak_snapshots: int,
+    on_disk: int = 0,
+    disk_seconds: float = 0.0,
+) -> Bill:
+    """The bill of counts over equal steps, each taped and pulled back once."""
+    step, length = equal_step(chain), len(chain)
+    pulling = length * step.menu[option].extra + length * step.backward
+    return Bill(
+        plain_runs=plain_runs,
+        taping_runs=length,
+        backward_runs=length,
+        peak_memory=peak_memory,
+        peak_disk=on_disk * step.state,
+        peak_snapshots=peak_snapshots,
+        seconds=(plain_runs + length) * step.forward + pulling + disk_seconds,
+    )
+
+
+def equal_step(chain: Chain) -> StepCost:
+    """The step of a chain of equal steps, which is what rules are for."""
+    if not chain.is_equal:
+        raise InputError(f"this planner is for equal steps; {chain}: use the planners for unequal ones")
+    return chain[0]
+
+
+def beside_tape(step: StepCost, option: int) -> int:
+    """Bytes that taping a step in this form and pulling it back take beside the tape, with a cotangent waiting."""
+    return max(step.working.tape + step.cotangent, step.pulling[option])
+
+
+# --- one sweep: no step is run plainly more than once
+
+
+def sweep_bill(chain: Chain, count: int, last: int, fullest: int, option: int = 0) -> Bill:
+    """What one sweep over equal steps costs.
+
+    It has `count` stretches, the last of `last` steps; `fullest` is the most bytes of starts and tape that any of the
+    others holds.
+    """
+    step, length = chain[0], len(chain)
+    tape, pulling = step.menu[option].tape, step.pulling[option]
+    # The last stretch is taped beside every other start, and before there is a cotangent; the sweep holds them all too.
+    peaks = [(count - 1) * step.state + last * tape + max(step.working.tape, pulling)]
+    if count > 1:
+        peaks.append(fullest + beside_tape(step, option))
+        peaks.append((count - 1) * step.state + step.working.advance)
+    return _bill_of_counts(chain, option, plain_runs=length - last, peak_memory=max(peaks), peak_snapshots=count - 1)
+
+
+class OneSweep:
+    """c_0 + ... + c_n >= length, where c_i steps of tape fit beside i snapshots.
+
+    The last stretch is full, c_n for the least n; so are all but the first.
+    """
+
+    def __init__(self, capacities: tuple[int, ...]) -> None:
+        self._capacities = capacities
+        self._covered = list(accumulate(capacities, initial=0))
+
+    def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
+        """A `Rule`: advance until what remains fills the levels above, the last of them included."""
+        if length <= self._capacities[held]:
+            return 0, Tier.MEMORY
+        last = self._last_level(length, held)
+        return length - (self._covered[last + 1] - self._covered[held + 1]), Tier.MEMORY
+
+    def bound(self, length: int) -> int:
+        """P = l - c_n, the optimum."""
+        return max(0, length - self._capacities[self._last_level(length, 0)])
+
+    def bill(self, chain: Chain, option: int) -> Bill:
+        """What the whole chain, for whose length the capacities were made, costs."""
+        step, rooms = chain[0], self._capacities
+        first = len(chain) - (self._covered[-1] - rooms[0])
+        stretches = (first, *rooms[1:])
+        tape = step.menu[option].tape
+        fullest = max((k * step.state + size * tape for k, size in enumerate(stretches[:-1])), default=0)
+        return sweep_bill(chain, len(stretches), stretches[-1], fullest, option)
+
+    def _last_level(self, length: int, held: int) -> int:
+        """The least n with c_held + ... + c_n >= length."""
+        return bisect_left(self._covered, self._covered[held] + length) - 1
+
+
+# --- one slot: from the start again and again
+
+
+class OneSlot:
+    """Room for one snapshot: from the start again and again, one tape of c_1 less far each time, until c_0 is left."""
+
+    def __init__(self, capacities: tuple[int, ...]) -> None:
+        self._last, self._taped = capacities
+
+    def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
+        """A `Rule`: all that one tape does not cover is run plainly."""
+        if held or length <= self._last:
+            return 0, Tier.MEMORY
+        return length - self._taped, Tier.MEMORY
+
+    def bound(self, length: int) -> int:
+        """The only way there is, so the optimum."""
+        # Sweep k of n runs length - k*c_1 steps; they add up to n*length - c_1 * n(n+1)/2.
+        sweeps = self._sweeps(length)
+        return sweeps * length - self._taped * sweeps * (sweeps + 1) // 2
+
+    def bill(self, chain: Chain, option: int) -> Bill:
+        """In closed form; `splits.bill` would visit as many stretches as there are sweeps."""
+        step, length = chain[0], len(chain)
+        sweeps, plain_runs = self._sweeps(length), self.bound(length)
+        tape = step.menu[option].tape
+        again = beside_tape(step, option)
+        first = max(step.working.tape, step.pulling[option])
+        peaks = [
+            step.state + step.working.advance + (step.cotangent if sweeps > 1 else 0),
+            step.state + self._taped * tape + (again if sweeps > 1 else first),
+            (length - sweeps * self._taped) * tape + again,
+        ]
+        return _bill_of_counts(chain, option, plain_runs=plain_runs, peak_memory=max(peaks), peak_snapshots=1)
+
+    def _sweeps(self, length: int) -> int:
+        """How often the start is run from: the least n with length - n*c_1 <= c_0."""
+        return max(0, -((self._last - length) // self._taped))

@@ -18,15 +18,15 @@ from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
 from lowtide.chain import Chain
 from lowtide.checks import MOST_STEPS, keep_whole
 from lowtide.errors import InputError
-from lowtide.plan import Bill, registered
-from lowtide.planners.memory_needs import MemoryNeeds
-from lowtide.planners.splits import equal_bill
+from lowtide.plan import Bill, ChainSchedule, registered
+from lowtide.planners.splits import sweep_bill
+from lowtide.planners.unequal import MemoryNeeds
 from lowtide.simulate import simulate_actions
 
 
 @registered
 @dataclass(frozen=True, slots=True)
-class Base:
+class Base(ChainSchedule):
     """A snapshot every `base` steps, and `base` steps of tape."""
 
     planner: ClassVar[str] = "base"
@@ -38,11 +38,11 @@ class Base:
         keep_whole(self, "base", least=1, most=MOST_STEPS)
 
     def actions(self, chain: Chain) -> Iterator[Action]:
-        """See `Schedule`."""
+        """The actions, made one by one as they are asked for."""
         return _sweep(range(0, len(chain), self.base), len(chain))
 
     def bill(self, chain: Chain) -> Bill:
-        """See `Schedule`; in closed form where the steps are equal."""
+        """What they will cost; in closed form where the steps are equal."""
         if not chain.is_equal:
             return simulate_actions(chain, self.actions(chain))
         step, count = chain[0], -(-len(chain) // self.base)
@@ -56,7 +56,7 @@ class Base:
 
 @registered
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class Sweep(ChainSchedule):
     """Stretches of the given lengths, which make up the chain; `forms` says for each step how it is taped."""
 
     planner: ClassVar[str] = "sweep"
@@ -66,7 +66,7 @@ class Sweep:
     forms: tuple[int, ...] = ()
 
     def actions(self, chain: Chain) -> Iterator[Action]:
-        """See `Schedule`."""
+        """The actions, made one by one as they are asked for."""
         if sum(self.stretches) != len(chain) or min(self.stretches, default=0) < 1:
             raise InputError(f"stretches of {self.stretches} steps do not make up a chain of {len(chain):,}")
         if len(self.forms) not in (0, len(chain)):
@@ -75,7 +75,7 @@ class Sweep:
         return _sweep(starts, len(chain), self.forms)
 
     def bill(self, chain: Chain) -> Bill:
-        """See `Schedule`."""
+        """What they will cost."""
         return simulate_actions(chain, self.actions(chain))
 
     def bound(self, chain: Chain) -> None:
@@ -83,6 +83,7 @@ class Sweep:
 
 
 def _sweep(starts: range | list[int], length: int, forms: tuple[int, ...] = ()) -> Iterator[Action]:
+    """Store every start but the last on the way, then tape each stretch and pull it back, the last one first."""
     for start, stop in pairwise(starts):
         yield Save(start)
         yield Advance(start, stop)
@@ -99,20 +100,7 @@ def _sweep(starts: range | list[int], length: int, forms: tuple[int, ...] = ()) 
         stop = start
 
 
-def sweep_bill(chain: Chain, count: int, last: int, fullest: int, option: int = 0) -> Bill:
-    """What one sweep over equal steps costs.
-
-    It has `count` stretches, the last of `last` steps; `fullest` is the most bytes of starts and tape that any of the
-    others holds.
-    """
-    step, length = chain[0], len(chain)
-    tape, pulling = step.menu[option].tape, step.pulling[option]
-    # The last stretch is taped beside every other start, and before there is a cotangent; the sweep holds them all too.
-    peaks = [(count - 1) * step.state + last * tape + max(step.working.tape, pulling)]
-    if count > 1:
-        peaks.append(fullest + max(step.working.tape + step.cotangent, pulling))
-        peaks.append((count - 1) * step.state + step.working.advance)
-    return equal_bill(chain, option, plain_runs=length - last, peak_memory=max(peaks), peak_snapshots=count - 1)
+# --- unequal steps: the sweep that peaks lowest
 
 
 def least_sweep(chain: Chain) -> Sweep:

@@ -1,7 +1,7 @@
 """Equal steps, memory for snapshots and tape, and a disk whose writes and reads take time.
 
 The recurrence of H-Revolve (Herrmann and Pallez, 2020), extended by tape. With f seconds for a plain run, W and R
-for writing and reading one snapshot, i snapshots held in memory below, and c_i as in `uniform`:
+for writing and reading one snapshot, i snapshots held in memory below, and c_i as in `equal`:
 
     V_i(l) = 0                                                    if l <= c_i
     V_i(l) = min over j of  j*f + V_{i+1}(l-j) + V_i(j)           the start waits in memory
@@ -29,16 +29,16 @@ from lowtide.actions import Action, Tier
 from lowtide.chain import Chain, Disk, StepCost
 from lowtide.checks import MOST_STEPS, MOST_TOTAL, keep_whole
 from lowtide.errors import BudgetError, InputError
-from lowtide.plan import Bill, registered
+from lowtide.plan import Bill, ChainSchedule, registered
 from lowtide.planners import splits
-from lowtide.planners.uniform import EXACT_WORK, Uniform, capacities, least_memory, solver
+from lowtide.planners.equal import MOST_ADDITIONS, Uniform, capacities, least_memory, solver
 
 _Floats = NDArray[np.float64]
 
 
 @registered
 @dataclass(frozen=True, slots=True)
-class Tiers:
+class Tiers(ChainSchedule):
     """At most `memory` bytes of snapshots and tape in memory, further snapshots on `disk`.
 
     `period` is 0 for the exact table, otherwise the steps between snapshots on disk.
@@ -57,11 +57,11 @@ class Tiers:
             raise InputError(f"disk={self.disk!r} is a {type(self.disk).__name__}; give a Disk")
 
     def actions(self, chain: Chain) -> Iterator[Action]:
-        """See `Schedule`."""
+        """The actions in order, made as they are asked for."""
         return splits.play(self._rule(chain), 0, len(chain))
 
     def bill(self, chain: Chain) -> Bill:
-        """See `Schedule`."""
+        """What the actions will cost, transfers among it."""
         return splits.bill(self._rule(chain), chain, disk=self.disk)
 
     def bound(self, chain: Chain) -> None:
@@ -84,7 +84,7 @@ def two_tiers(chain: Chain, memory: int, disk: Disk) -> Tiers | Uniform:
     step, length = splits.equal_step(chain), len(chain)
     memory = min(memory, length * step.tape)
     levels = len(capacities(memory, step.state, step.tape, length))
-    if 3 * levels * length**2 <= EXACT_WORK:
+    if 3 * levels * length**2 <= MOST_ADDITIONS:
         return Tiers(memory, disk)
     periodic = Tiers(memory, disk, _best_period(memory, step, disk, length))
     if memory < least_memory(step.state, step.tape, length):
@@ -133,7 +133,7 @@ class _Table:
             above = self._level(held, length, above)
 
     def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
-        """See `splits.Rule`."""
+        """How far to advance before splitting a stretch, and where its start waits."""
         if length <= self._capacities[held]:
             return 0, Tier.MEMORY
         return self._left[length, held, stored is Tier.DISK]

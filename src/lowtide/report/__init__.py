@@ -11,15 +11,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lowtide.plan import Plan, Receipt
+from lowtide.report.content import HasReceipt, Story, View, tell
 from lowtide.report.page import write
-from lowtide.report.peers import Mark
-from lowtide.report.story import HasReceipt, Story, View, tell
+from lowtide.report.usual_tools import Mark
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
 __all__ = ["Mark", "Story", "View", "figure", "show", "tell", "write"]
+__dir__ = sorted(__all__).copy  # what `dir` and tab completion show
 
 
 def show(
@@ -31,9 +32,9 @@ def show(
     console: Console | None = None,
 ) -> None:
     """Print the report in a terminal; needs rich (`lowtide[report]`). Arguments are those of `write`."""
-    from lowtide.report import text  # rich is wanted by nobody who writes pages only
+    from lowtide.report import terminal  # rich is wanted by nobody who writes pages only
 
-    text.show(tell(plan, receipt, measured=measured, points=points), console)
+    terminal.show(tell(plan, receipt, measured=measured, points=points), console)
 
 
 def figure(

@@ -16,16 +16,13 @@ import numpy as np
 
 from lowtide.actions import Tier
 from lowtide.errors import InputError
-from lowtide.report.picture import GRADIENTS, KINDS, PARAMETERS, TIERS, cells, layers, layers_of, size_ticks
-from lowtide.report.words import (
+from lowtide.report.drawing import GRADIENTS, KINDS, PARAMETERS, TIERS, cells, layers, layers_of, size_ticks
+from lowtide.report.kinds import kind_of
+from lowtide.report.wording import (
     budget_of,
     clean,
     cut,
-    is_model,
-    limit_label,
-    limit_name,
     measured_name,
-    plain_name,
     times_of,
 )
 from lowtide.sizes import format_size
@@ -36,9 +33,9 @@ if TYPE_CHECKING:
     from matplotlib.gridspec import GridSpec
 
     from lowtide.plan import Plan
-    from lowtide.report.peers import Mark
-    from lowtide.report.story import Story
+    from lowtide.report.content import Story
     from lowtide.report.timeline import Raster
+    from lowtide.report.usual_tools import Mark
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _DPI = 200
@@ -124,7 +121,9 @@ def frontier_axes(axes: Axes, story: Story) -> None:
         label=f"below {format_size(story.least)}: no plan",
     )
     axes.minorticks_off()
-    axes.set(xlabel="peak memory", ylabel=f"time / {plain_name(plan)}", title=f"What each {limit_name(plan)} buys")
+    axes.set(
+        xlabel="peak memory", ylabel=f"time / {story.kind.plain_name}", title=f"What each {story.kind.limit_name} buys"
+    )
     _legend(axes)
 
 
@@ -162,14 +161,14 @@ def memory_axes(axes: Axes, story: Story) -> None:
     top = timeline.worst.total
     curve = story.curve
     if curve:
-        label = f"measured{' without gradients' if is_model(plan) else ''}, at most {format_size(max(curve))}"
+        label = f"measured{story.kind.not_in_curve}, at most {format_size(max(curve))}"
         axes.stairs(
             curve, np.linspace(0, _span(plan), len(curve) + 1), color="#000000", lw=1, label=label, baseline=None
         )
         top = max(top, *curve)
     budget = budget_of(plan)
     if budget is not None:
-        axes.axhline(budget, color=_PLAN, ls="--", lw=1, label=f"{limit_label(plan)} {format_size(budget)}")
+        axes.axhline(budget, color=_PLAN, ls="--", lw=1, label=f"{story.kind.limit_label} {format_size(budget)}")
         # A budget far above the peak would press the picture flat; its number is in the legend.
         top = max(top, budget) if budget < 2 * top else top
     bottom = _held_anyway(axes, plan, top)
@@ -299,9 +298,7 @@ def _mark_peak(axes: Axes, story: Story, scale: float) -> None:
 def _held_anyway(axes: Axes, plan: Plan, top: int) -> float:
     """Parameters and gradients below 0, where no budget counts them; cut off where they would press the rest flat."""
     depth = 0
-    if is_model(plan):  # whose peak counts them
-        return depth
-    for ink, size in ((PARAMETERS, plan.chain.parameters), (GRADIENTS, plan.chain.gradients)):
+    for ink, size in zip((PARAMETERS, GRADIENTS), kind_of(plan).besides, strict=True):
         if size:
             label = f"{ink.name} {format_size(size)}, in no budget"
             axes.axhspan(-depth - size, -depth, color=ink.colour, lw=0, label=label)
@@ -333,7 +330,7 @@ def _span(plan: Plan) -> float:
 
 def _time_label(plan: Plan) -> str:
     return (
-        f"predicted time / {plain_name(plan)}"
+        f"predicted time / {kind_of(plan).plain_name}"
         if plan.chain.plain_seconds
         else "predicted time, as a share of the whole"
     )

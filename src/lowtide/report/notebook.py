@@ -16,11 +16,10 @@ import numpy as np
 
 from lowtide.actions import Tier
 from lowtide.plan import Plan, Receipt
-from lowtide.planners.block_words import BlockRow
-from lowtide.report.picture import KINDS, TIERS, Cells, Ink, cells, layers, layers_of, size_ticks
-from lowtide.report.playing import played
-from lowtide.report.timeline import Kind, Run, Timeline
-from lowtide.report.words import block_rows, budget_of, clean, cut, is_model, limit_name, plan_lines, time_of
+from lowtide.report.drawing import KINDS, TIERS, Cells, Ink, cells, layers, layers_of, size_ticks
+from lowtide.report.kinds import ModelKind, kind_of
+from lowtide.report.timeline import Kind, Run, Timeline, played
+from lowtide.report.wording import budget_of, clean, cut
 from lowtide.sizes import format_size
 
 MOST_STEPS = 200_000
@@ -64,25 +63,26 @@ def receipt_html(receipt: Receipt) -> str:
 def _plan_parts(plan: Plan) -> Iterator[str]:
     whole = 'lowtide.report.write(plan, path="plan.html")'
     runs = plan.bill.plain_runs + plan.bill.taping_runs
-    yield _table(plan_lines(plan))
-    if is_model(plan):
-        yield _blocks(plan, block_rows(plan))
+    kind = kind_of(plan)
+    yield _table(kind.lines())
+    if isinstance(kind, ModelKind):
+        yield _blocks(kind)
     if plan.chain.length > MOST_STEPS or runs > MOST_RUNS:
         yield _note(f"{runs:,} runs take a while to play, so there is no picture here; the page has them:", whole)
         return
     timeline = played(plan)
-    if not is_model(plan):  # whose blocks all run forward, then all backward
+    if kind.model is None:  # a model's blocks all run forward, then all backward
         yield from _schedule(plan, timeline)
     yield from _memory(plan, timeline)
-    yield _note(f"Every {limit_name(plan)}, every tool and the code to paste:", whole)
+    yield _note(f"Every {kind.limit_name}, every tool and the code to paste:", whole)
 
 
-def _blocks(plan: Plan, rows: list[BlockRow]) -> str:
+def _blocks(kind: ModelKind) -> str:
     """The table of a model's blocks."""
+    rows = kind.block_rows()
     titles = "".join(f"<th>{title}</th>" for title in ("block", "tape", "time", "decision", "why"))
     told = [
-        (row.name, format_size(row.tape), time_of(plan, row.seconds), row.decision, row.why)
-        for row in rows[:_MOST_ROWS]
+        (row.name, format_size(row.tape), kind.time(row.seconds), row.decision, row.why) for row in rows[:_MOST_ROWS]
     ]
     lines = "".join(f"<tr>{''.join(f'<td>{escape(clean(cell))}</td>' for cell in cells)}</tr>" for cells in told)
     more = f"<p class='note'>and {len(rows) - _MOST_ROWS:,} more</p>" if len(rows) > _MOST_ROWS else ""
@@ -181,7 +181,7 @@ def _memory(plan: Plan, timeline: Timeline) -> Iterator[str]:
     yield _svg("".join(drawn) + _sizes(top) + _axes("predicted time"), "Memory over time, stacked")
     held = zip(inks, layers_of(plan, worst), strict=True)
     yield _key(Ink(f"{ink.name} {format_size(size)}", ink.colour) for ink, size in held if size)
-    limit = "" if budget is None else f" The dashed line is the {limit_name(plan)}, {format_size(budget)}."
+    limit = "" if budget is None else f" The dashed line is the {kind_of(plan).limit_name}, {format_size(budget)}."
     yield f"<p class='note'>Peak {escape(format_size(worst.total))}: {escape(clean(worst.what))}.{escape(limit)}</p>"
 
 

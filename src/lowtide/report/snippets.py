@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lowtide.plan import Knob, Plan
 from lowtide.planners.blocks import Blocks
-from lowtide.planners.choose import has_rooms
+from lowtide.report.kinds import kind_of
 from lowtide.sizes import format_size, parse_size
 
 PLAN_FILE = "plan file"
@@ -26,11 +26,12 @@ _READING = (
 
 def snippets(plan: Plan) -> tuple[Snippet, ...]:
     """One for each front end that the plan can be for, the likely one first, and one that reads it from a file."""
-    if isinstance(plan.schedule, Blocks):
-        is_torch = plan.schedule.unit == "s"
+    model = kind_of(plan).model
+    if model is not None:
+        is_torch = model.unit == "s"
         used = "torch as lt\n\nlt.apply(plan, model)" if is_torch else "jax as lt\n\nloss = lt.apply(plan, loss)"
         in_file = Snippet(PLAN_FILE, f"{_READING}\nimport lowtide.{used}")
-        return *for_model(plan.schedule, _knob(plan.knob)), in_file
+        return *for_model(model, _knob(plan.knob)), in_file
     if not plan.chain.is_equal:
         return _for_layers(plan.knob)
     knob = _knob(plan.knob)
@@ -43,7 +44,7 @@ def snippets(plan: Plan) -> tuple[Snippet, ...]:
         f"ys = lt.checkpointed_for_loop(net.update, xs{knob})",
     )
     file = Snippet(PLAN_FILE, f"{_READING}\n{_loops('torch', '', ', plan=plan')}")
-    return (jax, brainstate, torch, file) if has_rooms(plan) else (torch, jax, brainstate, file)
+    return (jax, brainstate, torch, file) if plan.rooms else (torch, jax, brainstate, file)
 
 
 def for_model(schedule: Blocks, knob: str) -> tuple[Snippet, Snippet]:

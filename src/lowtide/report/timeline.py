@@ -1,20 +1,27 @@
 """A plan over time, as values to be drawn: which step runs when, which snapshots live meanwhile, what memory holds.
 
 Short plans are told run by run. Long ones are told as a raster, time columns by step rows, so that a million steps are
-as readable as a hundred. Memory over time is always a few hundred shares of time, each at its worst moment. How a plan
-becomes one is in `playing.py`.
+as readable as a hundred. Memory over time is always a few hundred shares of time, each at its worst moment. `played`
+makes a `Timeline` of a plan, by playing it on paper and watching.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.actions import Tier
+from lowtide.actions import Action, Advance, Backward, Tape, Tier
+from lowtide.chain import Chain
+from lowtide.plan import Plan
+from lowtide.report.kinds import kind_of
+from lowtide.simulate import Ledger
 
 
 class Kind(IntEnum):
@@ -111,3 +118,298 @@ class Timeline:
     memory: tuple[Moment, ...]
     worst: Moment
     tally: Tally
+
+
+MOST_RUNS = 4_000  # told one by one
+COLUMNS, ROWS = 300, 100
+SHARES = 400
+LEAST_SECONDS = 1e-200  # in all; less is no time, and cannot be divided
+MOST_STRETCHES = 60  # told one by one
+
+_Told = Callable[[str, int, int], str]  # what runs, from which step to which, in words
+
+
+def played(plan: Plan) -> Timeline:
+    """Play the plan, which `lowtide.simulate` judges on the way."""
+    bill = plan.bill
+    is_short = bill.plain_runs + bill.taping_runs + bill.backward_runs <= MOST_RUNS
+    clock = _Clock(plan)
+    told = kind_of(plan).told
+    player = (_RunByRun if is_short else _Aggregated)(plan.chain, clock, told)
+    ledger = Ledger(plan.chain, plan.schedule.disk, player)
+    most = {kind: 1 if is_short else clock.steps_in(clock.total / SHARES, kind) for kind in (Advance, Tape, Backward)}
+    for action in plan.actions():
+        if isinstance(action, Advance | Tape | Backward) and action.stop - action.start > most[type(action)]:
+            for piece in _pieces(action, most[type(action)]):
+                ledger.play(piece)
+        else:
+            ledger.play(action)
+    ledger.close()
+    return player.timeline()
+
+
+class _Clock:
+    """Seconds of every run and of the whole."""
+
+    def __init__(self, plan: Plan) -> None:
+        bill = plan.bill
+        self.chain, self._disk = plan.chain, plan.schedule.disk
+        self._timed = bill.seconds > LEAST_SECONDS
+        self.total = bill.seconds if self._timed else bill.plain_runs + bill.taping_runs + 2.0 * bill.backward_runs
+
+    def forward(self, start: int, stop: int) -> float:
+        return self.chain.forward_seconds(start, stop) if self._timed else stop - start
+
+    def backward(self, start: int, stop: int, option: int) -> float:
+        if not self._timed:
+            return 2.0 * (stop - start)
+        chain = self.chain
+        if chain.is_equal:
+            return (stop - start) * (chain[0].backward + chain[0].menu[option].extra)
+        return sum(chain[k].backward + chain[k].menu[option].extra for k in range(start, stop))
+
+    def steps_in(self, seconds: float, kind: type[Action]) -> int:
+        """How many steps one action may take so that it lasts no longer, at least one; unequal steps go one by one."""
+        each = self.backward(0, 1, 0) if kind is Backward else self.forward(0, 1)
+        if not self.chain.is_equal:
+            return 1
+        return max(1, int(seconds / each)) if each else len(self.chain)
+
+    def write(self, step: int) -> float:
+        return 0.0 if self._disk is None or not self._timed else self.chain[step].state * self._disk.write
+
+    def read(self, step: int) -> float:
+        return 0.0 if self._disk is None or not self._timed else self.chain[step].state * self._disk.read
+
+
+def _pieces(action: Advance | Tape | Backward, most: int) -> Iterator[Action]:
+    """The action, cut into pieces of at most so many steps."""
+    start, stop = action.start, action.stop
+    if isinstance(action, Backward):
+        for end in range(stop, start, -most):
+            yield Backward(max(start, end - most), end)
+    else:
+        for begin in range(start, stop, most):
+            yield replace(action, start=begin, stop=min(stop, begin + most))
+
+
+class _Memory:
+    """The worst moment of each share of time, and of all."""
+
+    def __init__(self, total: float) -> None:
+        self._share = total / SHARES
+        self._most = [-1] * SHARES
+        self._parts = [(0, 0, 0, 0)] * SHARES
+        self._doing = [("", 0, 0)] * SHARES
+        self._peak = -1
+        self._worst = (0, (0, 0, 0, 0), ("", 0, 0))
+
+    def see(self, start: float, stop: float, parts: tuple[int, int, int, int], doing: tuple[str, int, int]) -> None:
+        """Hold `parts` from `start` to `stop`."""
+        total = sum(parts)
+        first = min(int(start / self._share), SHARES - 1)
+        last = max(first, min(ceil(stop / self._share) - 1, SHARES - 1))
+        if total > self._peak:
+            self._peak = total
+            self._worst = (first, parts, doing)
+        for share in range(first, last + 1):
+            if total > self._most[share]:
+                self._most[share] = total
+                self._parts[share], self._doing[share] = parts, doing
+
+    def moments(self, told: _Told) -> tuple[tuple[Moment, ...], Moment]:
+        """All shares of time, those that hold the same joined, and the worst moment."""
+        found: list[Moment] = []
+        for share in range(SHARES):
+            moment = self._moment(share, self._parts[share], self._doing[share], told)
+            if found and (self._most[share] < 0 or found[-1][2:] == moment[2:]):  # nothing began in it: as before
+                found[-1] = found[-1]._replace(stop=moment.stop)
+            else:
+                found.append(moment)
+        return tuple(found), self._moment(*self._worst, told)
+
+    def _moment(self, share: int, parts: tuple[int, int, int, int], doing: tuple[str, int, int], told: _Told) -> Moment:
+        return Moment(share * self._share, (share + 1) * self._share, *parts, told(*doing))
+
+
+class _RunCounts:
+    """Gathers a `Tally`, one action at a time."""
+
+    def __init__(self, length: int) -> None:
+        self._edges = [0] * (length + 1)  # where runs begin, less where they end
+        self.stored = np.zeros(length, dtype=np.bool_)
+        self._forms = np.zeros(length, dtype=np.int64)
+        self._stretches: list[tuple[int, int]] = []
+
+    def advanced(self, start: int, stop: int) -> None:
+        self._edges[start] += 1
+        self._edges[stop] -= 1
+
+    def taped(self, start: int, stop: int, option: int) -> None:
+        if option:
+            self._forms[start:stop] = option
+        if self._stretches and self._stretches[-1][1] == start:
+            self._stretches[-1] = (self._stretches[-1][0], stop)
+        elif len(self._stretches) <= MOST_STRETCHES:
+            self._stretches.append((start, stop))
+
+    def tally(self) -> Tally:
+        few = len(self._stretches) <= MOST_STRETCHES
+        stretches = tuple(sorted(self._stretches)) if few else ()
+        return Tally(np.cumsum(self._edges[:-1]), self.stored, self._forms, stretches)
+
+
+class _Player(ABC):
+    """A watcher that keeps the time; what becomes of runs and snapshots is its subclasses' business."""
+
+    def __init__(self, chain: Chain, clock: _Clock, told: _Told) -> None:
+        self._clock, self._told = clock, told
+        self._now = self._began = 0.0
+        self._reached = 0  # steps below it have run before
+        self._memory = _Memory(clock.total)
+        self._doing = ("", 0, 0)
+        self._counts = _RunCounts(len(chain))
+
+    def advanced(self, start: int, stop: int) -> None:
+        self._counts.advanced(start, stop)
+        self._begin("running", start, stop)
+        self._now += self._clock.forward(start, stop)
+        self._forward(start, stop, Kind.FORWARD, Kind.RERUN)
+
+    def taped(self, start: int, stop: int, option: int) -> None:
+        self._counts.taped(start, stop, option)
+        self._begin("taping", start, stop)
+        self._now += self._clock.forward(start, stop)
+        self._forward(start, stop, Kind.FORWARD_TAPED, Kind.RERUN_TAPED)
+
+    def pulled(self, start: int, stop: int, option: int) -> None:
+        self._begin("backward through", start, stop)
+        self._now += self._clock.backward(start, stop, option)
+        self._run(Kind.BACKWARD, start, stop)
+
+    def held(self, snapshots: int, tapes: int, cotangent: int, working: int) -> None:
+        self._memory.see(self._began, self._now, (snapshots, tapes, cotangent, working), self._doing)
+
+    def restored(self, step: int, tier: Tier) -> None:
+        if tier is Tier.DISK:
+            self._now += self._clock.read(step)
+
+    def _write(self, step: int, tier: Tier) -> None:
+        self._counts.stored[step] = True
+        self._begin("storing", step, step)
+        if tier is Tier.DISK:
+            self._now += self._clock.write(step)
+
+    def _begin(self, verb: str, start: int, stop: int) -> None:
+        self._began, self._doing = self._now, (verb, start, stop)
+
+    def _forward(self, start: int, stop: int, first: Kind, again: Kind) -> None:
+        # What has not run before starts where everything so far ended.
+        self._run(first if start >= self._reached else again, start, stop)
+        self._reached = max(self._reached, stop)
+
+    @abstractmethod
+    def timeline(self) -> Timeline:
+        """What was seen."""
+
+    @abstractmethod
+    def _run(self, kind: Kind, start: int, stop: int) -> None:
+        """Steps [start, stop) ran from `_began` until `_now`."""
+
+    @abstractmethod
+    def stored(self, step: int, tier: Tier) -> None:
+        """A state was stored."""
+
+    @abstractmethod
+    def dropped(self, step: int, tier: Tier) -> None:
+        """A stored state was let go."""
+
+
+class _RunByRun(_Player):
+    """Every run of a step, and every snapshot's life."""
+
+    def __init__(self, chain: Chain, clock: _Clock, told: _Told) -> None:
+        super().__init__(chain, clock, told)
+        self._runs: list[Run] = []
+        self._stored: list[Stored] = []
+        self._since: dict[tuple[int, Tier], float] = {}
+
+    def timeline(self) -> Timeline:
+        memory, worst = self._memory.moments(self._told)
+        return Timeline(
+            self._clock.total,
+            tuple(self._runs),
+            tuple(sorted(self._stored, key=_birth)),
+            None,
+            memory,
+            worst,
+            self._counts.tally(),
+        )
+
+    def _run(self, kind: Kind, start: int, stop: int) -> None:
+        self._runs.append(Run(kind, start, self._began, self._now))
+
+    def stored(self, step: int, tier: Tier) -> None:
+        self._write(step, tier)
+        self._since[step, tier] = self._now
+
+    def dropped(self, step: int, tier: Tier) -> None:
+        self._stored.append(Stored(step, tier, self._since.pop((step, tier)), self._now))
+
+
+def _birth(stored: Stored) -> tuple[float, int]:
+    return stored.start, stored.step
+
+
+class _Aggregated(_Player):
+    """Shares of time by column and row, and stored states by row at the end of each column."""
+
+    def __init__(self, chain: Chain, clock: _Clock, told: _Told) -> None:
+        super().__init__(chain, clock, told)
+        self._length = len(chain)
+        self._rows = min(ROWS, self._length)
+        self._column = clock.total / COLUMNS
+        self._share = [[0.0] * (COLUMNS * self._rows) for _ in Kind]
+        self._sizes = np.diff(np.arange(self._rows + 1) * self._length // self._rows)
+        self._live = {tier: [0] * self._rows for tier in Tier}
+        self._columns: dict[Tier, list[list[int]]] = {tier: [] for tier in Tier}
+
+    def timeline(self) -> Timeline:
+        self._close_columns(COLUMNS)
+        shape = (len(Kind), COLUMNS, self._rows)
+        share = np.ceil(255 * np.clip(np.array(self._share).reshape(shape) / self._column, 0, 1) - 1e-9)
+        stored = {tier: np.ceil(255 * np.array(self._columns[tier]) / self._sizes).astype(np.uint8) for tier in Tier}
+        raster = Raster(COLUMNS, self._rows, share.astype(np.uint8), stored[Tier.MEMORY], stored[Tier.DISK])
+        memory, worst = self._memory.moments(self._told)
+        return Timeline(self._clock.total, None, None, raster, memory, worst, self._counts.tally())
+
+    def _run(self, kind: Kind, start: int, stop: int) -> None:
+        cells, began, now = self._share[kind], self._began, self._now
+        first, last = int(began / self._column), min(int(now / self._column), COLUMNS - 1)
+        low, high = self._row(start), self._row(stop - 1)
+        if low == high and first >= last:
+            cells[min(first, COLUMNS - 1) * self._rows + low] += now - began
+            return
+        for column in range(first, last + 1):
+            inside = min(now, (column + 1) * self._column) - max(began, column * self._column)
+            for row in range(low, high + 1):
+                part = min(stop, (row + 1) * self._length // self._rows) - max(start, row * self._length // self._rows)
+                cells[column * self._rows + row] += max(0.0, inside) * part / (stop - start)
+
+    def stored(self, step: int, tier: Tier) -> None:
+        self._write(step, tier)
+        self._close_columns(int(self._now / self._column))
+        self._live[tier][self._row(step)] += 1
+
+    def dropped(self, step: int, tier: Tier) -> None:
+        self._close_columns(int(self._now / self._column))
+        self._live[tier][self._row(step)] -= 1
+
+    def _row(self, step: int) -> int:
+        # The row that the step is in: the last one that begins at or below it.
+        return ((step + 1) * self._rows - 1) // self._length
+
+    def _close_columns(self, count: int) -> None:
+        """What is stored now was stored when the columns before `count` ended."""
+        for tier, columns in self._columns.items():
+            columns += [list(self._live[tier])] * (min(count, COLUMNS) - len(columns))

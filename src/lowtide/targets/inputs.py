@@ -15,7 +15,7 @@ _FORM = re.compile(r"\s*([a-z][a-z0-9_]*)\s*\[\s*((?:[0-9]+\s*(?:,\s*[0-9]+\s*)*
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class InputForm:
     """What an input is like."""
 
     dtype: str
@@ -25,7 +25,7 @@ class Form:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
     @classmethod
-    def read(cls, text: str) -> Form:
+    def read(cls, text: str) -> InputForm:
         """The form that is written "float32[64,80]", and "float32[]" for a single number."""
         match = _FORM.fullmatch(text)
         if match is None:
@@ -39,7 +39,7 @@ class Form:
         return cls(match[1], shape)
 
 
-def torch_tensors(forms: Sequence[Form]) -> list[Any]:
+def torch_tensors(forms: Sequence[InputForm]) -> list[Any]:
     """Normal numbers from a fixed seed, and zeros where numbers are whole."""
     import torch
 
@@ -64,7 +64,7 @@ def torch_tensors(forms: Sequence[Form]) -> list[Any]:
     return made
 
 
-def jax_types(forms: Sequence[Form], steps: int | None) -> list[Any]:
+def jax_types(forms: Sequence[InputForm], steps: int | None) -> list[Any]:
     """Types alone, which is all that planning needs in JAX; with `steps`, along the first axis."""
     import jax
     from jax import dtypes
@@ -82,5 +82,5 @@ def jax_types(forms: Sequence[Form], steps: int | None) -> list[Any]:
     return made
 
 
-def _unknown(form: Form, framework: str, some: str) -> InputError:
+def _unknown(form: InputForm, framework: str, some: str) -> InputError:
     return InputError(f"--input {form.dtype}: {framework} has no such dtype; it has {some} and others")

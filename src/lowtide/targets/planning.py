@@ -10,12 +10,12 @@ from typing import Any
 
 from lowtide.chain import Chain, Disk
 from lowtide.errors import InputError
-from lowtide.knobs import Knobs
+from lowtide.interface.options import Knobs
 from lowtide.plan import Plan
 from lowtide.planners.choose import choose
 from lowtide.targets.find import find, importable, showing
 from lowtide.targets.frameworks import FrontEnd, front_end
-from lowtide.targets.inputs import Form, jax_types, torch_tensors
+from lowtide.targets.inputs import InputForm, jax_types, torch_tensors
 
 ACCEPTED = """  a function without parameters that returns
     (step, init, xs)  to plan a loop, carry, y = step(carry, x)
@@ -53,7 +53,7 @@ def plan_target(
         InputError: nothing that can be planned is there; the message says what was found and what is accepted.
         BudgetError: no plan fits the budget.
     """
-    forms = [Form.read(text) for text in inputs]
+    forms = [InputForm.read(text) for text in inputs]
     Knobs(base, checkpoints, budget, None)  # two of them are refused before anything is imported
     given = {"budget": budget, "checkpoints": checkpoints, "base": base}
     knob = {name: value for name, value in given.items() if value is not None}
@@ -71,7 +71,7 @@ class _Request:
     target: str
     knob: dict[str, Any]
     disk: Disk | None
-    forms: list[Form]
+    forms: list[InputForm]
     steps: int | None
     framework: str | None
 
@@ -144,7 +144,7 @@ class _Request:
         return lt.plan_sequential(layers, x, **self.knob)
 
     def _refusal(self, value: Any) -> InputError:
-        return InputError(f"{self.target} gives {_named(value)}, which cannot be planned. What can:\n{ACCEPTED}")
+        return InputError(f"{self.target} returned {_named(value)}, which cannot be planned. What can:\n{ACCEPTED}")
 
 
 def _same(item: Any, _: int) -> Any:

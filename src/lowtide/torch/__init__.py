@@ -4,27 +4,21 @@ import lowtide.torch as lt
 ys = lt.checkpointed_for_loop(net, xs, budget="64MiB")
 """
 
+from lowtide.interface.comparison import Comparison
 from lowtide.torch import measure, spiking
-from lowtide.torch.batches import Batch, largest_batch
-from lowtide.torch.checkpoint import checkpoint
-from lowtide.torch.compare import Comparison, compare_gradients
-from lowtide.torch.devices import A100, H100, RTX4090, Device
-from lowtide.torch.inputs import Steps
-from lowtide.torch.lean import Lean, lean, lean_frontier
-from lowtide.torch.lean_graph import LeanPoint
-from lowtide.torch.loops import (
-    checkpointed_for_loop,
-    checkpointed_scan,
-    for_loop,
-    plan_for_loop,
-    plan_scan,
-    scan,
-)
-from lowtide.torch.model import auto_checkpoint, plan_model
-from lowtide.torch.model_apply import apply, unapply
-from lowtide.torch.recording import Recording, is_recomputing, record
-from lowtide.torch.sequential import Sequential, checkpoint_sequential, plan_sequential, sequential
-from lowtide.torch.while_loop import checkpointed_while_loop
+from lowtide.torch.checkpoint.call import checkpoint
+from lowtide.torch.compare import compare_gradients
+from lowtide.torch.layers.sequential import Sequential, checkpoint_sequential, plan_sequential, sequential
+from lowtide.torch.lean.call import Lean, lean, lean_frontier
+from lowtide.torch.lean.graph import LeanPoint
+from lowtide.torch.loops.inputs import Steps
+from lowtide.torch.loops.loops import checkpointed_for_loop, checkpointed_scan, for_loop, plan_for_loop, plan_scan, scan
+from lowtide.torch.loops.while_loop import checkpointed_while_loop
+from lowtide.torch.memory.recording import Recording, is_recomputing, record
+from lowtide.torch.model.apply import apply, unapply
+from lowtide.torch.model.batches import Batch, largest_batch
+from lowtide.torch.model.planning import auto_checkpoint, plan_model
+from lowtide.torch.paper.devices import A100, H100, RTX4090, Device
 
 __all__ = [
     "A100",
@@ -62,3 +56,4 @@ __all__ = [
     "spiking",
     "unapply",
 ]
+__dir__ = sorted(__all__).copy  # what `dir` and tab completion show

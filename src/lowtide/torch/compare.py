@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,46 +10,13 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from lowtide.errors import InputError
-from lowtide.plan import Receipt
-from lowtide.sizes import format_size
-from lowtide.torch.ambient import Randomness
-from lowtide.torch.bits import same_bits
-from lowtide.torch.capture import Watch, edge_of
-from lowtide.torch.hidden import Hidden
-from lowtide.torch.recording import plainly, record
-from lowtide.torch.trees import leaves_of
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One value or gradient: whether every bit agrees, and the largest difference if not."""
-
-    name: str
-    same: bool
-    difference: float
-
-    def __str__(self) -> str:
-        return f"{self.name:<40} {'same bits' if self.same else f'differs by up to {self.difference:.3g}'}"
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What `compare_gradients` found: one row for each value and gradient, and what both runs cost."""
-
-    rows: tuple[Compared, ...]
-    plain: Receipt
-    lowtide: Receipt
-
-    @property
-    def same(self) -> bool:
-        """Whether every bit agrees."""
-        return all(row.same for row in self.rows)
-
-    def __str__(self) -> str:
-        runs = self.lowtide.plain_runs + self.lowtide.taping_runs + self.lowtide.probe_runs
-        memory = f"{format_size(self.lowtide.peak_memory)} of tensors, {format_size(self.plain.peak_memory)} without"
-        lines = [str(row) for row in self.rows]
-        return "\n".join([*lines, f"{runs:,} runs of a step with Lowtide, at most {memory}"])
+from lowtide.interface.comparison import Compared, Comparison
+from lowtide.torch.memory.recording import plainly, record
+from lowtide.torch.state.ambient import Randomness
+from lowtide.torch.state.bits import same_bits
+from lowtide.torch.state.capture import Watch, edge_of
+from lowtide.torch.state.hidden import Hidden
+from lowtide.torch.state.trees import leaves_of
 
 
 def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:

@@ -4,7 +4,7 @@ The neurons are modules that keep their state in an attribute, as most spiking l
 is a step function: `checkpointed_for_loop(net, spikes)`. Call `reset(net)` before a new sequence. The equations are
 those of brainpy's `LIF` (soft reset) and `Expon`, with which they agree in float64.
 
-A spike function gives 1 where x >= 0 and 0 elsewhere; the backward uses a surrogate of the derivative instead.
+A spike function returns 1 where x >= 0 and 0 elsewhere; the backward uses a surrogate of the derivative instead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,21 @@ from typing import Any
 
 import torch
 from torch import nn
+
+__all__ = [
+    "ATan",
+    "Expon",
+    "LIF",
+    "ReluGrad",
+    "Sigmoid",
+    "SuperSpike",
+    "Surrogate",
+    "Triangle",
+    "expon_step",
+    "lif_step",
+    "reset",
+]
+__dir__ = sorted(__all__).copy  # what `dir` and tab completion show
 
 
 class _Spike(torch.autograd.Function):
@@ -53,7 +68,7 @@ class ReluGrad(Surrogate):
         self.width = width
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Surrogate`."""
+        """The derivative that takes the place of the spike's."""
         return torch.clamp(self.alpha * self.width - x.abs() * self.alpha, min=0)
 
 
@@ -65,7 +80,7 @@ class Sigmoid(Surrogate):
         self.alpha = alpha
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Surrogate`."""
+        """The derivative that takes the place of the spike's."""
         s = torch.sigmoid(self.alpha * x)
         return self.alpha * s * (1 - s)
 
@@ -78,7 +93,7 @@ class ATan(Surrogate):
         self.alpha = alpha
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Surrogate`."""
+        """The derivative that takes the place of the spike's."""
         return self.alpha / 2 / (1 + (math.pi / 2 * self.alpha * x) ** 2)
 
 
@@ -90,7 +105,7 @@ class Triangle(Surrogate):
         self.width = width
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Surrogate`."""
+        """The derivative that takes the place of the spike's."""
         return torch.clamp(1 - x.abs() / self.width, min=0) / self.width
 
 
@@ -102,7 +117,7 @@ class SuperSpike(Surrogate):
         self.beta = beta
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Surrogate`."""
+        """The derivative that takes the place of the spike's."""
         return 1 / (1 + self.beta * x.abs()) ** 2
 
 
@@ -148,7 +163,7 @@ class Expon(nn.Module):
         self.g = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Decay, take in x, give the conductance."""
+        """Decay, take in x, and return the conductance."""
         self.g = expon_step(torch.zeros_like(x) if self.g is None else self.g, x, self.decay)
         return self.g
 
@@ -183,7 +198,7 @@ class LIF(nn.Module):
         self.v = None
 
     def forward(self, current: torch.Tensor) -> torch.Tensor:
-        """Integrate the current, give the spikes."""
+        """Integrate the current and return the spikes."""
         self.v, spikes = lif_step(
             torch.full_like(current, self.v_rest) if self.v is None else self.v,
             current,

@@ -22,19 +22,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import lowtide
 from lowtide.actions import Tier
 from lowtide.errors import InputError
 from lowtide.plan import Plan, Receipt
-from lowtide.report.page.columns import Column
-from lowtide.report.page.model import model_data
-from lowtide.report.peers import Mark
-from lowtide.report.rows import Row
+from lowtide.report.content import HasReceipt, Progress, Story, View, measured_peak, tell
+from lowtide.report.decisions import StepRow
+from lowtide.report.page.model import Column, model_data
 from lowtide.report.snippets import PLAN_FILE, snippets
-from lowtide.report.story import HasReceipt, Progress, Story, View, measured_peak, tell
-from lowtide.report.timeline import Raster, Timeline
-from lowtide.report.words import budget_of, limit_label, limit_name, plain_name, title_of, whole_of
+from lowtide.report.timeline import Moment, Raster, Run, Stored, Timeline
+from lowtide.report.usual_tools import Mark
+from lowtide.report.wording import budget_of
 from lowtide.sizes import format_size
+from lowtide.version import __version__
 
 TICKS = 100_000  # times in the data are whole ticks, so many for the whole
 _SCRIPTS = ("tools.js", "verdict.js", "frontier.js", "schedule.js", "memory.js", "table.js", "model.js", "main.js")
@@ -68,7 +67,7 @@ def write(
 
     Args:
         plan: what the page is about.
-        receipt: what a run did cost: a `Receipt`, or what `record()` gave. May be left out: `write(plan, "plan.html")`.
+        receipt: what a run cost: a `Receipt`, or what `record()` returned; may be left out, `write(plan, "plan.html")`.
         path: the file to write; "plan.html" if left out.
         measured: more measured points for the frontier, `Mark("torch's checkpoint", peak=..., time_factor=...)`.
         points: how many budgets the slider has, besides the plan's own; each is planned and played on paper.
@@ -96,7 +95,7 @@ def page(story: Story) -> str:
     packed = base64.b64encode(zlib.compress(json.dumps(data(story), allow_nan=False).encode(), 9)).decode()
     assets = files(__name__)
     parts = {
-        "<!--TITLE-->": html.escape(f"Lowtide: {title_of(story.plan)}"),
+        "<!--TITLE-->": html.escape(f"Lowtide: {story.kind.title}"),
         "/*CSS*/": (assets / "page.css").read_text(encoding="utf-8"),
         "/*JS*/": "\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS),
         "<!--DATA-->": f'<script id="data" type="text/plain">{packed}</script>',
@@ -112,8 +111,8 @@ def data(story: Story) -> dict[str, Any]:
     plan, chain = story.plan, story.plan.chain
     of_model = model_data(story)
     return {
-        "title": title_of(plan),
-        "lowtide": lowtide.__version__,
+        "title": story.kind.title,
+        "lowtide": __version__,
         "versions": [["Python", platform.python_version()], *_versions()],
         "written": f"{datetime.now():%Y-%m-%d %H:%M}",
         "chain": {
@@ -122,9 +121,9 @@ def data(story: Story) -> dict[str, Any]:
             "parameters": chain.parameters,
             "gradients": chain.gradients,
         },
-        "plain": {"memory": whole_of(plan), "seconds": chain.plain_seconds, "name": plain_name(plan)},
+        "plain": {"memory": story.kind.whole, "seconds": chain.plain_seconds, "name": story.kind.plain_name},
         "knob": str(plan.knob),
-        "limit": {"name": limit_name(plan), "label": limit_label(plan)},
+        "limit": {"name": story.kind.limit_name, "label": story.kind.limit_label},
         "budget": budget_of(plan),
         "least": story.least,
         "chosen": story.chosen,
@@ -204,7 +203,7 @@ def _view(view: View, *, own: bool) -> dict[str, Any]:
     }
 
 
-def _cells(row: Row, plan: Plan) -> list[Any]:
+def _cells(row: StepRow, plan: Plan) -> list[Any]:
     whole = plan.chain.plain_seconds
     return [
         row.name,
@@ -225,35 +224,16 @@ def _digits(number: float) -> float:
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
-    rate = TICKS / timeline.seconds
-
-    def ticks(times: Iterable[float]) -> list[int]:
-        return [round(time * rate) for time in times]
-
-    runs, stored, memory = timeline.runs, timeline.stored, timeline.memory
+    memory = timeline.memory
     at = next(k for k, moment in enumerate(memory) if moment.start <= timeline.worst.start < moment.stop)
     return {
         "seconds": timeline.seconds,
         "ticks": TICKS,
-        "runs": runs
-        and {
-            "kind": [run.kind for run in runs],
-            "step": [run.step for run in runs],
-            "start": ticks(run.start for run in runs),
-            "stop": ticks(run.stop for run in runs),
-        },
-        "stored": None
-        if stored is None
-        else {
-            "step": [snapshot.step for snapshot in stored],
-            "disk": [int(snapshot.tier is Tier.DISK) for snapshot in stored],
-            "start": ticks(snapshot.start for snapshot in stored),
-            "stop": ticks(snapshot.stop for snapshot in stored),
-        },
+        "runs": timeline.runs and _runs(timeline, timeline.runs),
+        "stored": None if timeline.stored is None else _stored(timeline, timeline.stored),
         "raster": timeline.raster and _raster(timeline.raster),
         "memory": {
-            "start": ticks(moment.start for moment in memory),
-            "stop": ticks(moment.stop for moment in memory),
+            **_ticks(timeline, memory),
             "snapshots": [moment.snapshots for moment in memory],
             "tape": [moment.tape for moment in memory],
             "cotangent": [moment.cotangent for moment in memory],
@@ -262,6 +242,21 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         },
         "worst": at,
     }
+
+
+def _ticks(timeline: Timeline, spans: Iterable[Run | Stored | Moment]) -> dict[str, list[int]]:
+    """When each begins and ends, in whole ticks of the time axis."""
+    rate, both = TICKS / timeline.seconds, [(span.start, span.stop) for span in spans]
+    return {"start": [round(start * rate) for start, _ in both], "stop": [round(stop * rate) for _, stop in both]}
+
+
+def _runs(timeline: Timeline, runs: tuple[Run, ...]) -> dict[str, Any]:
+    return {"kind": [run.kind for run in runs], "step": [run.step for run in runs], **_ticks(timeline, runs)}
+
+
+def _stored(timeline: Timeline, stored: tuple[Stored, ...]) -> dict[str, Any]:
+    on_disk = [int(snapshot.tier is Tier.DISK) for snapshot in stored]
+    return {"step": [snapshot.step for snapshot in stored], "disk": on_disk, **_ticks(timeline, stored)}
 
 
 def _raster(raster: Raster) -> dict[str, Any]:

@@ -5,16 +5,24 @@ A frontier may have thousands of choices, so their tables and pictures are made 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from lowtide.chain import Chain
-from lowtide.plan import Plan
-from lowtide.planners.block_words import blocks_in, decision, fixed_parts, is_block, kind, where, why
-from lowtide.planners.blocks import Blocks, FrontierPoint, to_ask
-from lowtide.report.page.columns import Column
+from lowtide.chain import Chain, Role
+from lowtide.plan import FrontierPoint, Plan
+from lowtide.planners.block_text import decision, fixed_parts, kind, where, why
+from lowtide.planners.blocks import Blocks, to_ask
+from lowtide.report.content import Story
 from lowtide.report.snippets import for_model, snippets
-from lowtide.report.story import Story
-from lowtide.report.words import size_at_least
+from lowtide.report.wording import size_at_least
+
+
+class Column(NamedTuple):
+    """What it is called in the scripts and on the page, and whether it holds text, a number, bytes or a time."""
+
+    key: str
+    label: str
+    kind: str
+
 
 MOST_CELLS = 2_000_000  # blocks of all choices; of more, some are left out
 PEAK = "(PEAK)"  # where the code has the peak, which no name and no number has in it
@@ -34,8 +42,8 @@ _COLUMNS = (
 
 def model_data(story: Story) -> dict[str, Any]:
     """What is different in the page's data if the plan is a model's; empty if it is not."""
-    plan, schedule = story.plan, story.plan.schedule
-    if not isinstance(schedule, Blocks):
+    plan, schedule = story.plan, story.kind.model
+    if schedule is None:
         return {}
     chain = plan.chain
     points, chosen, left_out = _points(plan, schedule, alone=not story.least)
@@ -48,7 +56,7 @@ def model_data(story: Story) -> dict[str, Any]:
             "unit": schedule.unit,
             "fixed": [[key, name, size] for key, (name, size) in fixed],
             "steps": [_step(chain, k, schedule.unit) for k in range(len(chain))],
-            "blocks": blocks_in(chain),
+            "blocks": chain.blocks(),
             "points": [
                 [point.peak, point.extra, _letters(point.options), asked, size_at_least(asked)]
                 for point, asked in ((point, to_ask(plan, point.peak)) for point in points)
@@ -84,11 +92,11 @@ def _step(chain: Chain, k: int, unit: str) -> dict[str, Any]:
         "menu": [
             {
                 "name": decision(chain, k, option),
-                "kind": kind(decision(chain, k, option)),
+                "kind": kind(chain, k, option),
                 "tape": entry.tape,
                 "extra": entry.extra,
                 "pulling": pulling,
-                "why": why(chain, k, option, unit) if is_block(chain, k) else "",
+                "why": why(chain, k, option, unit) if chain.role(k) is Role.BLOCK else "",
             }
             for option, (entry, pulling) in enumerate(zip(step.menu, step.pulling, strict=True))
         ],

@@ -1,0 +1,73 @@
+"""A chain as JSON, and back: also as earlier versions wrote it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lowtide import forms
+from lowtide.chain import Chain, Role, StepCost, TapeOption, Ways, Working
+
+
+def chain_document(chain: Chain) -> dict[str, Any]:
+    """The chain as JSON has it."""
+    return {
+        "length": chain.length,
+        "steps": [_step_document(step) for step in chain.steps],
+        "names": chain.names,
+        "parameters": chain.parameters,
+        "gradients": chain.gradients,
+        "ways": None if chain.ways is None else _ways_document(chain.ways),
+        "roles": chain.roles,
+    }
+
+
+def chain_of(costs: dict[str, Any]) -> Chain:
+    """The chain that `chain_document` wrote. Those of earlier versions say by their names what is not a block."""
+    steps, names, roles = tuple(map(_step, costs["steps"])), tuple(costs["names"]), costs.get("roles")
+    return Chain(
+        steps,
+        costs["length"],
+        names,
+        costs.get("parameters", 0),
+        costs.get("gradients", 0),
+        _ways(costs.get("ways")),
+        _roles_named(names) if roles is None else tuple(map(Role, roles)),
+    )
+
+
+def _roles_named(names: tuple[str, ...]) -> tuple[Role, ...]:
+    """What steps are whose names were written by an earlier version: all but blocks have one in parentheses."""
+    if not any(name.startswith("(") for name in names):
+        return ()
+    told = {"(optimizer step)": Role.OPTIMIZER, "(loss)": Role.LOSS}
+    return tuple(told.get(name, Role.BETWEEN) if name.startswith("(") else Role.BLOCK for name in names)
+
+
+def _step_document(step: StepCost) -> dict[str, Any]:
+    options = [
+        dataclasses.asdict(option) | {"form": None if option.form is None else forms.document(option.form)}
+        for option in step.options
+    ]
+    return dataclasses.asdict(step) | {"options": options}
+
+
+def _step(step: dict[str, Any]) -> StepCost:
+    nested = {"working": Working(**step["working"]), "options": tuple(map(_option, step["options"]))}
+    return StepCost(**(step | nested))
+
+
+def _option(option: dict[str, Any]) -> TapeOption:
+    """Options of earlier versions say their form by their name alone."""
+    if "form" not in option:
+        return TapeOption(**option, form=forms.form_named(option["name"]))
+    form = option["form"]
+    return TapeOption(**(option | {"form": None if form is None else forms.form_of(form)}))
+
+
+def _ways_document(ways: Ways) -> dict[str, Any]:
+    return {"several": _step_document(ways.several), "single": _step_document(ways.single), "floor": ways.floor}
+
+
+def _ways(ways: dict[str, Any] | None) -> Ways | None:
+    return None if ways is None else Ways(_step(ways["several"]), _step(ways["single"]), ways["floor"])

@@ -1,0 +1,289 @@
+"""The forms in which a step can be run, as values: what an entry of a step's menu means.
+
+A form says for a block, and for modules inside it, which way each is run; the form without any way keeps the whole
+tape. So a plan, which is numbers and values, can be run anywhere. `document` and `form_of` are the one codec to JSON
+and back. `str(form)` is for people; nothing is decided by it. Plans of earlier versions have the text alone, and
+`form_named` reads it for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.errors import InputError
+from lowtide.sizes import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class LeanForm:
+    """A lean tape: the most bytes that it keeps, and that are made again at once."""
+
+    tape: int
+    working: int
+
+    def __str__(self) -> str:
+        return f"lean {self.tape} + {self.working} B"
+
+    def in_words(self) -> str:
+        """The same, with sizes as people write them."""
+        return f"lean {format_size(self.tape)} + {format_size(self.working)}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Layers [start, stop), called one after the other, with a whole tape or a lean one."""
+
+    start: int
+    stop: int
+    lean: LeanForm | None = None
+
+    def __str__(self) -> str:
+        layers = str(self.start) if self.stop == self.start + 1 else f"{self.start}-{self.stop - 1}"
+        return layers if self.lean is None else f"{layers}~{self.lean.tape}+{self.lean.working}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNest:
+    """A row of layers in nested checkpoint calls: ranges of layers, and nests of them that are run again together.
+
+    As text, "0 (1-2 (3 4~120+16)) 5": those in parentheses are one checkpoint call, and a tilde is followed by the
+    bytes that a lean tape of the layers keeps, and makes again at once.
+    """
+
+    parts: tuple[LayerRange | LayerNest, ...]
+
+    def __str__(self) -> str:
+        return " ".join(f"({part})" if isinstance(part, LayerNest) else str(part) for part in self.parts)
+
+    def ranges(self) -> Iterator[LayerRange]:
+        """All ranges in it, in order."""
+        for part in self.parts:
+            if isinstance(part, LayerNest):
+                yield from part.ranges()
+            else:
+                yield part
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How one module is run.
+
+    Attributes:
+        rerun: without a tape; again in the backward.
+        lean: with a tape of this size, in the first run or in the rerun.
+        nest: for a row of layers: in nested checkpoint calls.
+        kept: for a rerun: names of the values that the first run keeps.
+        products: for a rerun: which products of arrays the first run keeps, "all" or "weights" (without a batch).
+    """
+
+    rerun: bool = False
+    lean: LeanForm | None = None
+    nest: LayerNest | None = None
+    kept: tuple[str, ...] = ()
+    products: str = ""
+
+    def __str__(self) -> str:
+        return self._told(str)
+
+    def in_words(self) -> str:
+        """The same, with sizes as people write them."""
+        return self._told(LeanForm.in_words)
+
+    def _told(self, size: Any) -> str:
+        if self.nest is not None:
+            return f"nest {self.nest}"
+        words = ["rerun"] if self.rerun else []
+        if self.lean is not None:
+            words.append(size(self.lean))
+        if self.kept:
+            words.append(f"keep {', '.join(self.kept)}")
+        if self.products:
+            words.append(_PRODUCTS[self.products])
+        return ", ".join(words)
+
+
+_PRODUCTS = {"all": "keep products", "weights": "keep products of weights"}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """For a block ("") and for modules inside it, by their paths, the way that each is run; none keeps the tape."""
+
+    ways: tuple[tuple[str, Way], ...] = ()
+
+    def __str__(self) -> str:
+        return self._told(str)
+
+    def in_words(self) -> str:
+        """The same, with sizes as people write them."""
+        return self._told(Way.in_words)
+
+    def _told(self, way_in_words: Any) -> str:
+        told = [(path, way_in_words(way)) for path, way in self.ways]
+        return "; ".join(f"{path}: {way}" if path else way for path, way in told) or "keep"
+
+    @property
+    def kind(self) -> str:
+        """What sort of form it is, in a word or two: about the whole block, or part by part of it."""
+        if not self.ways:
+            return "kept"
+        (path, way), *others = self.ways
+        if path or others:
+            return "in parts"
+        if way.nest is not None:
+            return "nested"
+        return "rerun" if way.rerun else "lean"
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether something is run with a lean tape."""
+        return any(way.lean is not None or (way.nest is not None and _has_lean(way.nest)) for _, way in self.ways)
+
+    @property
+    def whole_lean(self) -> LeanForm | None:
+        """The lean tape that all of it is run with, and not run again, if that is the form."""
+        match self.ways:
+            case (("", Way(rerun=False, lean=LeanForm() as lean)),):
+                return lean
+        return None
+
+
+def _has_lean(nest: LayerNest) -> bool:
+    return any(part.lean is not None for part in nest.ranges())
+
+
+KEEP = Form()
+RERUN = Form((("", Way(rerun=True)),))
+
+
+def lean_form(tape: int, working: int, *, rerun: bool = False) -> Form:
+    """The form with a lean tape, in the first run or in the rerun."""
+    return Form((("", Way(rerun=rerun, lean=LeanForm(tape, working))),))
+
+
+# JSON. A form is a list of ways, each an object of what is not as by default.
+
+
+def document(form: Form) -> list[dict[str, Any]]:
+    """The form as JSON has it."""
+    return [_way_document(path, way) for path, way in form.ways]
+
+
+def form_of(ways: Any) -> Form:
+    """The form that `document` wrote."""
+    return Form(tuple((way.get("path", ""), _way_of(way)) for way in ways))
+
+
+def _way_document(path: str, way: Way) -> dict[str, Any]:
+    written: dict[str, Any] = {"path": path} if path else {}
+    if way.rerun:
+        written["rerun"] = True
+    if way.lean is not None:
+        written["lean"] = [way.lean.tape, way.lean.working]
+    if way.nest is not None:
+        written["nest"] = _nest_document(way.nest)
+    if way.kept:
+        written["kept"] = list(way.kept)
+    if way.products:
+        written["products"] = way.products
+    return written
+
+
+def _way_of(written: dict[str, Any]) -> Way:
+    unknown = sorted(written.keys() - {"path", "rerun", "lean", "nest", "kept", "products"})
+    if unknown:
+        raise InputError(f"there is no form with {', '.join(map(repr, unknown))}: the plan is not of this version")
+    lean, nest = written.get("lean"), written.get("nest")
+    return Way(
+        rerun=bool(written.get("rerun", False)),
+        lean=None if lean is None else LeanForm(*lean),
+        nest=None if nest is None else _nest_of(nest),
+        kept=tuple(written.get("kept", ())),
+        products=written.get("products", ""),
+    )
+
+
+def _nest_document(nest: LayerNest) -> list[Any]:
+    """Its parts: {"again": parts}, or the numbers [start, stop], or with a lean tape [start, stop, tape, working]."""
+    return [
+        {"again": _nest_document(part)} if isinstance(part, LayerNest) else _range_document(part) for part in nest.parts
+    ]
+
+
+def _range_document(part: LayerRange) -> list[int]:
+    lean = [] if part.lean is None else [part.lean.tape, part.lean.working]
+    return [part.start, part.stop, *lean]
+
+
+def _nest_of(parts: list[Any]) -> LayerNest:
+    return LayerNest(tuple(_nest_of(part["again"]) if isinstance(part, dict) else _range_of(*part) for part in parts))
+
+
+def _range_of(start: int, stop: int, *lean: int) -> LayerRange:
+    return LayerRange(start, stop, LeanForm(*lean) if lean else None)
+
+
+# The text that plans of earlier versions have in the place of a form.
+
+_PART = re.compile(r"(?:(?P<path>[^ :;]+): )?(?P<way>.+)")
+_WAY = re.compile(r"(?P<rerun>rerun(?:$|, (?=lean)))?(?:lean (?P<tape>[0-9]+) \+ (?P<working>[0-9]+) B)?")
+_NEST = re.compile(r"(\()|(\))|([0-9]+)(?:-([0-9]+))?(?:~([0-9]+)\+([0-9]+))?|( +)")
+_KEPT = "rerun, keep "
+
+
+def form_named(text: str) -> Form | None:
+    """The form that an earlier version wrote as this text, or None if it is no form's."""
+    if text == str(KEEP):
+        return KEEP
+    ways = []
+    for part in text.split("; "):
+        match = _PART.fullmatch(part)
+        way = None if match is None else _way_named(match["way"])
+        if match is None or way is None:
+            return None
+        ways.append((match["path"] or "", way))
+    return Form(tuple(ways))
+
+
+def _way_named(text: str) -> Way | None:
+    if text.startswith("nest "):
+        return Way(nest=nest_written(text.removeprefix("nest ")))
+    for products, words in _PRODUCTS.items():
+        if text == f"rerun, {words}":
+            return Way(rerun=True, products=products)
+    if text.startswith(_KEPT):
+        return Way(rerun=True, kept=tuple(text.removeprefix(_KEPT).split(", ")))
+    match = _WAY.fullmatch(text)
+    if match is None or not text:
+        return None
+    lean = None if match["tape"] is None else LeanForm(int(match["tape"]), int(match["working"]))
+    return Way(rerun=bool(match["rerun"]), lean=lean)
+
+
+def nest_written(text: str) -> LayerNest:
+    """The nest of layers that is written so.
+
+    Raises:
+        InputError: it is none.
+    """
+    stack: list[list[LayerRange | LayerNest]] = [[]]
+    place = 0
+    while place < len(text):
+        match = _NEST.match(text, place)
+        if match is None or (match[2] and len(stack) == 1):
+            raise InputError(f"{text!r} is no nest of layers: it cannot be read from {text[place : place + 10]!r} on")
+        place = match.end()
+        if match[1]:
+            stack.append([])
+        elif match[2]:
+            inner = LayerNest(tuple(stack.pop()))
+            stack[-1].append(inner)
+        elif match[3]:
+            lean = None if match[5] is None else LeanForm(int(match[5]), int(match[6]))
+            stack[-1].append(LayerRange(int(match[3]), int(match[4] or match[3]) + 1, lean))
+    if len(stack) > 1:
+        raise InputError(f"{text!r} is no nest of layers: a parenthesis is not closed")
+    return LayerNest(tuple(stack[0]))

@@ -1,0 +1,74 @@
+"""What a comparison of gradients with and without Lowtide found, in either front end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.plan import Receipt
+from lowtide.sizes import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One value or gradient, with Lowtide and without it.
+
+    Attributes:
+        name: what it is.
+        same: whether it is the same: to the last bit, or within `rounding` where sums are made in another order.
+        difference: the largest difference; infinite where one side is infinite or no number and the other is not.
+        relative: that as a share of the largest entry.
+        rounding: how large a share is taken for rounding; 0 where every bit has to agree.
+    """
+
+    name: str
+    same: bool
+    difference: float
+    relative: float = 0.0
+    rounding: float = 0.0
+
+    def __str__(self) -> str:
+        if self.rounding:
+            found = f"differs by {self.relative:.1e} of it" if self.difference else "the same"
+        else:
+            found = "same bits" if self.same else f"differs by up to {self.difference:.3g}"
+        return f"{self.name:<40} {found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `compare_gradients` found: a row for each value and gradient, and what both runs cost.
+
+    Where programs are compiled, nothing is counted but the bytes that they set aside.
+    """
+
+    rows: tuple[Compared, ...]
+    plain: Receipt
+    lowtide: Receipt
+
+    @property
+    def same(self) -> bool:
+        """Whether every row is the same."""
+        return all(row.same for row in self.rows)
+
+    @property
+    def relative(self) -> float:
+        """The largest difference of any row, as a share of that row's largest entry."""
+        return max(row.relative for row in self.rows)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Most bytes at once without Lowtide."""
+        return self.plain.peak_memory
+
+    @property
+    def lowtide_bytes(self) -> int:
+        """Most bytes at once with it."""
+        return self.lowtide.peak_memory
+
+    def __str__(self) -> str:
+        ours, plain = format_size(self.lowtide_bytes), format_size(self.plain_bytes)
+        runs = self.lowtide.plain_runs + self.lowtide.taping_runs + self.lowtide.probe_runs
+        cost = f"{ours} of temporaries, {plain} without Lowtide"
+        if runs:
+            cost = f"{runs:,} runs of a step with Lowtide, at most {ours} of tensors, {plain} without"
+        return "\n".join([*map(str, self.rows), cost])

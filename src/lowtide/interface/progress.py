@@ -1,0 +1,91 @@
+"""A progress bar that moves once for each step, and once backward where that can be seen, never for reruns.
+
+And one for planning, which moves for each stage of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from lowtide.checks import whole_number
+from lowtide.errors import InputError
+
+
+class Progress(Protocol):
+    """Anything with `update(n)`, such as a tqdm bar."""
+
+    def update(self, n: int) -> Any:
+        """Move on by n."""
+
+
+class _Tqdm:
+    """A tqdm bar of its own, closed when it is full."""
+
+    def __init__(self, total: int, every: int, label: str) -> None:
+        from tqdm.auto import tqdm
+
+        self._bar = tqdm(total=total, desc=label, miniters=every, unit="step")
+        self._left = total
+
+    def update(self, n: int) -> None:
+        self._bar.update(n)
+        self._left -= n
+        if self._left <= 0:
+            self._bar.close()
+
+
+def progress(pbar: Any, length: int, *, with_backward: bool, label: str = "steps") -> Progress | None:
+    """The bar that `pbar` asks for, in the spellings that `bars` lists."""
+    make = bars(pbar, length, with_backward=with_backward, label=label)
+    return None if make is None else make()
+
+
+def bars(pbar: Any, length: int, *, with_backward: bool, label: str = "steps") -> Callable[[], Progress] | None:
+    """What makes the bar that `pbar` asks for, each time that the loop is run.
+
+    None or False for none, True for a tqdm bar, a whole number n for one that is drawn every n steps, a string for one
+    with that label, or an object with `update(n)`, which is used as it is.
+    """
+    if pbar is None or pbar is False:
+        return None
+    if callable(getattr(pbar, "update", None)) and not isinstance(pbar, Mapping):
+        return lambda: pbar  # whatever has update(n) is a Progress
+    total = length * (2 if with_backward else 1)
+    if pbar is True:
+        return partial(_Tqdm, total, 1, label)
+    if isinstance(pbar, str):
+        return partial(_Tqdm, total, 1, pbar)
+    try:
+        return partial(_Tqdm, total, whole_number(pbar, "pbar", least=1), label)
+    except InputError:
+        raise InputError(
+            f"pbar={pbar!r}: give True, a whole number of steps, a label, or an object with update(n)"
+        ) from None
+
+
+class Stages:
+    """A bar for work whose length is not known until it has begun."""
+
+    def __init__(self, pbar: Any, label: str) -> None:
+        bars(pbar, 1, with_backward=False)  # what cannot be used is refused before anything runs
+        self._pbar = pbar
+        self._label = label
+        self._bar: Progress | None = None
+        self._left = 0
+
+    def begin(self, length: int) -> None:
+        """There are `length` stages."""
+        self._bar = progress(self._pbar, length, with_backward=False, label=self._label)
+        self._left = length
+
+    def move(self) -> None:
+        """One stage is over."""
+        self.reach(self._left - 1)
+
+    def reach(self, left: int) -> None:
+        """No more than `left` stages are left; a number that was reached before moves nothing."""
+        if self._bar is not None and 0 <= left < self._left:
+            self._bar.update(self._left - left)
+        self._left = min(left, self._left)

@@ -1,0 +1,78 @@
+"""Plans for layers as functions in functions.
+
+A part of a plan's nest that is run again is one function of the state that it starts from (`rerun.py`), and inside it
+there may be more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowtide.errors import InputError
+from lowtide.jax.layers.costs import LayerSteps
+from lowtide.jax.layers.rerun import Run, gate, run_again
+from lowtide.jax.layers.trace import Layer
+from lowtide.jax.xla.jaxprs import Leaves, has_loop
+from lowtide.nest import Part, nest_of
+from lowtide.plan import Plan
+from lowtide.simulate import judged
+
+# What to do with a range of steps, or of layers, from left to right: keep the tape of one, or run a range again.
+Nest = tuple["int | Nest", ...]
+
+
+def nest(plan: Plan) -> Nest:
+    """A plan's parts as ranges in ranges.
+
+    Raises:
+        InputError: the plan is not persistent, keeps states on disk, or asks for tapes in another form than whole.
+    """
+    return _items(nest_of(judged(plan), len(plan.chain), plan.planner))
+
+
+def _items(parts: tuple[Part, ...]) -> Nest:
+    found: list[int | Nest] = []
+    for part in parts:
+        if part.option:
+            raise InputError(
+                f"this plan tapes steps [{part.start:,}, {part.stop:,}) in a smaller form, which layers in JAX do not "
+                "have; plan again with plan_sequential"
+            )
+        if part.inside:
+            found.append(_items(part.inside))
+        else:
+            found.extend(range(part.start, part.stop))
+    return tuple(found)
+
+
+def of_layers(items: Nest, found: LayerSteps) -> Nest:
+    """The same with each step as the layers that it is made of."""
+    made: list[int | Nest] = []
+    for item in items:
+        if isinstance(item, int):
+            made.extend(range(*found.bounds[item]))
+        else:
+            made.append(of_layers(item, found))
+    return tuple(made)
+
+
+def runner(layers: Sequence[Layer], items: Nest) -> Run:
+    """A function of what the layers close over, in their order, and of what the first is called with."""
+
+    def run(consts: Leaves, x: Leaves) -> Leaves:
+        rest = iter(consts)
+        for item in items:
+            mine, x = gate([next(rest) for k in _inside(item) for _ in layers[k].jaxpr.constvars], x)
+            if isinstance(item, int):
+                x = layers[item].run(mine, x)
+            else:
+                loops = any(has_loop(layers[k].jaxpr) for k in _inside(item))
+                x = run_again(runner(layers, item), mine, x, loops=loops)
+        return x
+
+    return run
+
+
+def _inside(item: int | Nest) -> list[int]:
+    """The layers in it, in order."""
+    return [item] if isinstance(item, int) else [k for part in item for k in _inside(part)]

@@ -1,0 +1,119 @@
+"""Layers called one after the other, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lowtide.errors import InputError
+from lowtide.jax.compare import runs_plainly
+from lowtide.jax.layers.costs import LayerSteps, measure_layers, tape_bytes
+from lowtide.jax.layers.nested import Nest, nest, of_layers, runner
+from lowtide.jax.layers.plans import plan_within
+from lowtide.jax.layers.trace import Layer, TracedLayers, called_plainly, listed, trace_layers
+from lowtide.plan import Plan
+from lowtide.planners.choose import choose
+from lowtide.planners.segments import balanced, segment_count
+from lowtide.sizes import parse_budget
+
+
+def sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None = None, plan: Plan | None = None) -> Any:
+    """The layers called one after the other, the first with `x`, within a budget of bytes for the backward.
+
+    Gradients are those of the plain calls. Which layers are run again is planned when the call is traced, from types
+    alone. All kinds of derivatives can be taken.
+
+    A budget costs time to compile: to keep it in the compiled program, the gradients of the layers are compiled plan
+    by plan until one fits, mostly two to five programs and at most sixteen. That is done once for layers of the same
+    equations and types. The figure is that of this platform's compiler, for the gradients of all that the layers close
+    over, with or without that of `x`, on one device and for one example of a `vmap`. Layers that talk to other devices
+    or examples (`psum`) cannot be compiled alone. For them, and without a budget, the plan's bytes are an estimate,
+    which can be off by half.
+
+    Args:
+        layers: a list of functions, of pairs `(function, params)`, which are called as `function(params, x)`, or of
+            modules of equinox; pure functions of pytrees of arrays.
+        x: what the first layer is called with.
+        budget: bytes for snapshots, tapes and working set: 67108864, "64MiB", or "40%" of all tapes. Without it, the
+            least memory, by estimate, in which no layer is run more than one extra time.
+        plan: what `plan_sequential` returned, instead of a budget; it is followed as it is.
+
+    Raises:
+        BudgetError: no plan fits the budget; `.least` is the smallest that was compiled, and works.
+        InputError: an argument cannot be used.
+    """
+    rows = listed(layers, "layers")
+    _check_knobs(budget, plan)
+    if runs_plainly():
+        return called_plainly(rows, x)
+    traced = trace_layers(rows, x)
+    found = measure_layers(traced.layers)
+    if plan is None:
+        plan = _planned(traced.layers, found, budget)
+    elif len(plan.chain) != len(found.chain):
+        count = len(found.chain)
+        raise InputError(
+            f"the plan is for {len(plan.chain):,} steps, these {len(rows):,} layers make {count:,}; plan again"
+        )
+    return _followed(traced, of_layers(nest(plan), found))
+
+
+def plan_sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None = None) -> Plan:
+    """The plan that `sequential` would follow. Nothing is run or allocated: types are enough.
+
+    With a budget, its bytes are those of the compiled program. Its seconds are floating point operations. A layer that
+    is pulled back without what it starts from is one step with the layer before it.
+
+    Args:
+        layers: as in `sequential`; arrays in them may be `jax.ShapeDtypeStruct`s.
+        x: as in `sequential`; so may its leaves.
+        budget: as in `sequential`.
+    """
+    rows = listed(layers, "layers")
+    _check_knobs(budget, None)
+    traced = trace_layers(rows, x).layers
+    return _planned(traced, measure_layers(traced), budget)
+
+
+def _planned(layers: Sequence[Layer], found: LayerSteps, budget: int | str | None) -> Plan:
+    return choose(found.chain) if budget is None else plan_within(layers, found, budget)
+
+
+def checkpoint_sequential(functions: Iterable[Any], segments: int, input: Any) -> Any:
+    """The functions called one after the other, cut into segments; all but the last keep only what they start from.
+
+    Segments are cut so that the largest tape of a segment is as small as possible. For a budget instead of a number of
+    segments there is `sequential`.
+
+    Args:
+        functions: layers as in `sequential`.
+        segments: how many; more than there are functions means one for each.
+        input: what the first function is called with.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
+    rows = listed(functions, "functions")
+    segment_count(segments, len(rows))
+    if runs_plainly():
+        return called_plainly(rows, input)
+    traced = trace_layers(rows, input, "functions")
+    ranges = balanced(tape_bytes(traced.layers), segments)
+    *first, (start, stop) = ranges
+    return _followed(traced, (*(tuple(range(*part)) for part in first), *range(start, stop)))
+
+
+def _check_knobs(budget: int | str | None, plan: Plan | None) -> None:
+    """Before anything is traced."""
+    if budget is not None:
+        parse_budget(budget, 2**40)
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan={plan!r} is a {type(plan).__name__}; give what plan_sequential returned")
+    if budget is not None and plan is not None:
+        raise InputError(f"budget={budget!r} and plan={plan!r} are two knobs; give one of them, or none")
+
+
+def _followed(traced: TracedLayers, items: Nest) -> Any:
+    """The layers' result, with ranges of them run again as `items` says."""
+    consts = [const for held in traced.consts for const in held]
+    return traced.result(runner(traced.layers, items)(consts, traced.x))

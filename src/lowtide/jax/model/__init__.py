@@ -1,0 +1,5 @@
+"""Models: a whole loss function within a peak.
+
+In: a loss function and its parameters. Out: its blocks (`blocks`, `parts`), what they cost in each form (`costs`), and
+a plan whose compiled program keeps the peak (`search`, `program`). Imports the core, `xla` and `layers`.
+"""

@@ -1,0 +1,141 @@
+"""Which parameters of a model are one block's: the entries of its lists, by name.
+
+A model in JAX is a pytree of parameters and a function. Its blocks are found in the pytree: rows of entries that are
+alike, in lists, tuples, and under numbered names (`layer_0`, `layer_1`). An entry's name is its path: "layers.3".
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import numpy as np
+
+from lowtide.errors import InputError
+
+Path = tuple[Any, ...]
+_NUMBERED = re.compile(r"(.*?)_?(\d+)")
+_MOST_SHOWN = 8  # names in an error
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether it is an array, or says what one would be like; numbers of Python are part of the program."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def found_blocks(params: Any) -> list[str]:
+    """The names of the blocks that a model has."""
+    return [dotted(path) for path in _rows((), params)]
+
+
+def chosen_blocks(params: Any, wanted: Iterable[str]) -> list[str]:
+    """The names of the parts of a model that match a name or a pattern; those inside of others are left out.
+
+    Raises:
+        InputError: a pattern matches nothing, or is no text.
+    """
+    patterns, names = _patterns(wanted), _part_names(params)
+    hits: set[str] = set()
+    for pattern in patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            shown = ", ".join(names[:_MOST_SHOWN]) + (", ..." if len(names) > _MOST_SHOWN else "")
+            raise InputError(f"blocks={pattern!r} matches no part of the parameters; they have {shown or 'no arrays'}")
+        hits.update(matching)
+    return [name for name in names if name in hits and not any(name.startswith(f"{other}.") for other in hits)]
+
+
+def _patterns(wanted: Any) -> list[str]:
+    """One pattern, or several, as a list."""
+    patterns = [wanted] if isinstance(wanted, str) or not isinstance(wanted, Iterable) else list(wanted)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise InputError(f"blocks={wanted!r} is no name; give names or patterns of them, such as 'layers.*'")
+    return patterns
+
+
+def _part_names(params: Any) -> list[str]:
+    """The names of all parts of a model that hold an array, outer ones first."""
+    leaves = [path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_array(leaf)]
+    return list(dict.fromkeys(dotted(path[:end]) for path in leaves for end in range(1, len(path) + 1)))
+
+
+def owners(paths: Sequence[Path], blocks: Iterable[str]) -> list[str | None]:
+    """For each leaf the block that it belongs to, or None."""
+    known = set(blocks)
+    starts = [[dotted(path[:end]) for end in range(len(path) + 1)] for path in paths]
+    return [next((start for start in some if start in known), None) for some in starts]
+
+
+def dotted(path: Path) -> str:
+    """A path as people write it: layers.3; after a "." where it begins with "(", as names of what is no block do."""
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    return f".{name}" if name.startswith("(") else name
+
+
+def _rows(path: Path, tree: Any) -> list[Path]:
+    """The entries of the outermost rows in a tree.
+
+    An entry is looked into where it is a row itself and nothing else, or unlike all others of its row: a list of lists,
+    or a stack of blocks between a first and a last layer.
+    """
+    children = _children(tree)
+    alike = _alike(tree, children)
+    found: list[Path] = []
+    for key, child in children.items():
+        inside = _rows((*path, key), child)
+        single = key in alike and not (isinstance(child, list | tuple) and inside)
+        if single and any(map(is_array, jax.tree.leaves(child))):
+            found.append((*path, key))
+        else:
+            found.extend(inside)
+    return found
+
+
+def _children(tree: Any) -> dict[Any, Any]:
+    """What a tree is made of, one level down; nothing if it is a leaf."""
+    parts, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    return {path[0]: part for path, part in parts if path}
+
+
+def _alike(tree: Any, children: Mapping[Any, Any]) -> set[Any]:
+    """The keys of entries that stand in a row of which two at least are of one kind, or that are a list of one.
+
+    Arrays by themselves make a row in lists only: in a tuple, or under names, they are the parameters of one layer.
+    """
+    rows: dict[str, dict[Any, Any]] = {}
+    for key, child in children.items():
+        row = "" if isinstance(key, jax.tree_util.SequenceKey) else _stem(key)
+        if row is not None and (isinstance(tree, list) or _children(child)):
+            rows.setdefault(row, {})[key] = child
+    return set[Any]().union(*(_alike_in(row, is_list=isinstance(tree, list)) for row in rows.values()))
+
+
+def _alike_in(row: Mapping[Any, Any], *, is_list: bool) -> set[Any]:
+    """The keys of a row's entries if two of them are of one kind; those of another kind too, unless they are rows.
+
+    A stack of blocks between two layers of a kind is no block itself. An entry alone makes a row in a list.
+    """
+    kinds = {key: _kind(child) for key, child in row.items()}
+    counts = Counter(kinds.values())
+    alone = is_list and len(row) == 1 and all(map(_children, row.values()))
+    several = {key for key, kind in kinds.items() if alone or counts[kind] > 1}
+    return several | {key for key, child in row.items() if several and not _rows((), child)}
+
+
+def _stem(key: Any) -> str | None:
+    """What numbered names have in common: "layer" for layer_3; None for names without a number."""
+    match = _NUMBERED.fullmatch(dotted((key,)))
+    return None if match is None else f"{match[1]}#"
+
+
+def _kind(tree: Any) -> Any:
+    """What entries of a row have in common: their type, and the names or number of what they are made of."""
+    children = _children(tree)
+    if children:
+        return type(tree), tuple(map(str, children))
+    return np.ndarray, np.ndim(tree) if is_array(tree) else None

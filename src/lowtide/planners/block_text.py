@@ -1,0 +1,229 @@
+"""What a plan of blocks says of itself: its lines, its worst moment, and a row for each block with the reason.
+
+Every reason is about one entry of one menu, so it is the same in every plan that chooses the entry. Gradients come to
+be one by one on the way back, and no step says how many are there at its worst moment. Until the optimizer's step they
+are told together with the transients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from lowtide.chain import Chain, Role
+from lowtide.plan import FrontierPoint, Plan
+from lowtide.planners.blocks import Blocks, beside, block_frontier
+from lowtide.sizes import format_size
+
+_KINDS = ("kept", "lean", "in parts", "nested", "rerun")
+_PREFIXES = (("", 1.0), ("m", 1e-3), ("u", 1e-6), ("n", 1e-9))
+_PREFIXES_OF_COUNTS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRow:
+    """What a plan does with one block.
+
+    Attributes:
+        step: which step of the chain it is.
+        tape: bytes that it holds if it is kept.
+        held: bytes that it holds as it was decided.
+        seconds: of its forward and backward if it is kept.
+        extra: seconds beyond those.
+        level: bytes of everything at its worst moment.
+        decision: the entry of its menu, in words.
+        kind: what sort of form that is.
+        why: the reason, in a few words.
+    """
+
+    step: int
+    name: str
+    tape: int
+    held: int
+    seconds: float
+    extra: float
+    level: int
+    decision: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The moment at which memory peaks: at which step, how many bytes in all, and what they are, by name."""
+
+    step: int
+    where: str
+    total: int
+    parts: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return f"{self.where}: {', '.join(f'{name} {format_size(size)}' for name, size in self.parts)}"
+
+
+def format_time(time: float, unit: str = "s") -> str:
+    """A time to three digits, with the largest prefix that leaves at least 1: 0.0012 -> "1.2 ms"."""
+    prefixes = _PREFIXES if unit == "s" else _PREFIXES_OF_COUNTS
+    for prefix, factor in prefixes:
+        number = time / factor
+        if number >= 0.9995:
+            return f"{number:,.0f} {prefix}{unit}" if number >= 999.5 else f"{number:.3g} {prefix}{unit}"
+    return f"0 {unit}"
+
+
+def fixed_parts(chain: Chain, schedule: Blocks) -> tuple[tuple[str, int], ...]:
+    """What is held from the beginning to the end of a training step, and how many bytes of it."""
+    return (
+        ("parameters", chain.parameters),
+        ("optimizer state", schedule.optimizer),
+        ("inputs and buffers", schedule.inputs),
+    )
+
+
+def levels(chain: Chain, options: Sequence[int]) -> list[int]:
+    """Bytes of everything at the worst moment of each step."""
+    held = accumulate(chain[k].menu[option].tape for k, option in enumerate(options))
+    return [tapes + beside(chain[k])[option] for k, (tapes, option) in enumerate(zip(held, options, strict=True))]
+
+
+def worst_moment(chain: Chain, schedule: Blocks) -> Worst:
+    """Where the plan's memory peaks, and what it consists of there."""
+    options = schedule.options
+    reached = levels(chain, options)
+    step = reached.index(max(reached))
+    fixed = fixed_parts(chain, schedule)
+    tapes = sum(chain[k].menu[options[k]].tape for k in chain.blocks() if k <= step)
+    rest = max(0, reached[step] - tapes - sum(size for _, size in fixed))
+    parts = [*fixed, ("tapes", tapes)]
+    if chain.role(step) is Role.OPTIMIZER:
+        gradients = min(chain.gradients, rest)
+        parts += [("gradients", gradients), ("the rest", rest - gradients)]
+    else:
+        parts.append(("gradients so far and transients", rest))
+    return Worst(step, where(chain, step), reached[step], tuple((name, size) for name, size in parts if size))
+
+
+def where(chain: Chain, step: int) -> str:
+    """A step's place in a sentence."""
+    match chain.role(step):
+        case Role.BLOCK:
+            return f"in {chain.name(step)}"
+        case Role.LOSS:
+            return "in the loss"
+        case Role.OPTIMIZER:
+            return "in the optimizer step"
+    before = [k for k in chain.blocks() if k < step]
+    return f"outside the blocks, after {chain.name(before[-1])}" if before else "outside the blocks, before the first"
+
+
+def why(chain: Chain, k: int, option: int, unit: str) -> str:
+    """Why block k is in this form."""
+    step = chain[k]
+    menu, needs = step.menu, beside(step)
+    kept, entry = menu[0], menu[option]
+    if option == 0:
+        return "fits" if len(menu) > 1 else "fits; it has no other form"
+    price = f"for {format_time(entry.extra, unit)}" if entry.extra else "at no cost"
+    if entry.tape < kept.tape:
+        return f"frees {format_size(kept.tape - entry.tape)} {price}"
+    less = kept.tape + needs[0] - entry.tape - needs[option]
+    return f"needs {format_size(less)} less at its worst moment {price}" if less > 0 else price
+
+
+def rows(chain: Chain, schedule: Blocks) -> list[BlockRow]:
+    """A row for each block, in the order of the chain."""
+    options = schedule.options
+    reached = levels(chain, options)
+    return [
+        BlockRow(
+            step=k,
+            name=chain.name(k),
+            tape=chain[k].tape,
+            held=chain[k].menu[options[k]].tape,
+            seconds=chain[k].forward + chain[k].backward,
+            extra=chain[k].menu[options[k]].extra,
+            level=reached[k],
+            decision=decision(chain, k, options[k]),
+            kind=kind(chain, k, options[k]),
+            why=why(chain, k, options[k], schedule.unit),
+        )
+        for k in chain.blocks()
+    ]
+
+
+def decision(chain: Chain, k: int, option: int) -> str:
+    """An entry of a block's menu in words, with sizes as people write them."""
+    entry = chain[k].menu[option]
+    return (entry.name or f"option {option}") if entry.form is None else entry.form.in_words()
+
+
+def kind(chain: Chain, k: int, option: int) -> str:
+    """What sort of form an entry of a block's menu is; on paper, where it has none, its name's first word."""
+    entry = chain[k].menu[option]
+    return decision(chain, k, option).split()[0] if entry.form is None else entry.form.kind
+
+
+def kinds(chosen: Iterable[str]) -> str:
+    """How many blocks are kept, lean and so on, in words: "8 kept, 3 lean, 1 rerun"."""
+    counts = Counter(chosen)
+    usual = [name for name in _KINDS if name in counts]
+    return ", ".join(f"{counts[name]:,} {name}" for name in [*usual, *sorted(counts.keys() - set(_KINDS))])
+
+
+def plain_of(chain: Chain) -> str:
+    """Whose time the chain's is: some front ends time the blocks alone, others the whole step."""
+    blocks = set(chain.blocks())
+    is_whole = any(chain[k].forward + chain[k].backward for k in range(len(chain)) if k not in blocks)
+    return "plain step's" if is_whole else "plain blocks'"
+
+
+def title(chain: Chain) -> str:
+    """The model in a few words."""
+    blocks = chain.blocks()
+    noun = "block" if len(blocks) == 1 else "blocks"
+    return f"{len(blocks):,} {noun}, {format_size(sum(chain[k].tape for k in blocks))} of tape if all are kept"
+
+
+def lines(plan: Plan, schedule: Blocks) -> Iterator[tuple[str, str]]:
+    """The plan as (label, text) pairs."""
+    chain, peak, asked = plan.chain, plan.bill.peak_memory, plan.knob.value
+    yield "model", title(chain)
+    held = [(name, size) for name, size in (*fixed_parts(chain, schedule), ("gradients", chain.gradients)) if size]
+    if held:
+        yield "holds", ", ".join(f"{name} {format_size(size)}" for name, size in held)
+    margin = f"; the plan aims {format_size(schedule.margin)} below it, its margin" if schedule.margin else ""
+    yield "asked", f"{plan.knob}{margin}"
+    share = f", {peak / asked:.1%} of the one asked for" if plan.knob.name == "peak" and asked else ""
+    yield "peak", f"{format_size(peak)} predicted{share}"
+    yield "worst", str(worst_moment(chain, schedule))
+    extra = plan.bill.seconds - chain.plain_seconds
+    factor = f"{plan.time_factor:.3f}x the {plain_of(chain)} time"
+    yield "time", f"{format_time(extra, schedule.unit)} extra: {factor}, predicted"
+    yield "blocks", kinds(kind(chain, k, schedule.options[k]) for k in chain.blocks()) or "none"
+    yield "frontier", _told(block_frontier(chain), schedule.unit)
+    yield "planner", plan.planner
+    yield from (("note", note) for note in schedule.notes)
+
+
+def _told(points: Sequence[FrontierPoint], unit: str) -> str:
+    """A frontier by its two ends."""
+    first, last = [
+        f"{format_size(point.peak)} with {format_time(point.extra, unit)} extra" for point in (points[0], points[-1])
+    ]
+    return f"{len(points):,} choices, from {first} to {last}" if len(points) > 1 else f"one choice, {first}"
+
+
+def table(chain: Chain, schedule: Blocks) -> Iterator[str]:
+    """The rows as text in columns, under their titles; nothing if there are none."""
+    cells = [
+        (row.name, format_size(row.tape), format_time(row.seconds, schedule.unit), row.decision, row.why)
+        for row in rows(chain, schedule)
+    ]
+    if not cells:
+        return
+    cells.insert(0, ("block", "tape", "time", "decision", "why"))
+    name, tape, time, form = (max(len(row[column]) for row in cells) for column in range(4))
+    for row in cells:
+        yield f"{row[0]:<{name}}  {row[1]:>{tape}}  {row[2]:>{time}}  {row[3]:<{form}}  {row[4]}"

@@ -1,0 +1,232 @@
+"""Everything that a report shows of a plan, in whatever form: the plan, other budgets, the usual tools, the receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from lowtide.checks import whole_number
+from lowtide.errors import InputError
+from lowtide.plan import Plan, Receipt
+from lowtide.planners.blocks import Blocks, least_peak, to_ask
+from lowtide.planners.choose import least_budget
+from lowtide.planners.frontier import frontier
+from lowtide.report.decisions import StepRow, rows
+from lowtide.report.kinds import ChainKind, kind_of
+from lowtide.report.timeline import Timeline, played
+from lowtide.report.usual_tools import Mark, block_peers, peers
+from lowtide.report.wording import budget_of, size_at_least
+from lowtide.sizes import format_size
+
+# A plan of more runs has its point on the frontier, but nobody waits for its picture unless it is the plan itself.
+MOST_RUNS_DRAWN = 4_000_000
+
+Progress = Callable[[int, int], object]
+
+
+class HasReceipt(Protocol):
+    """A recording that is still open, say."""
+
+    @property
+    def receipt(self) -> Receipt:
+        """What it cost so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One plan, played."""
+
+    plan: Plan
+    timeline: Timeline
+    rows: tuple[StepRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A plan and what belongs beside it.
+
+    Attributes:
+        views: the plan among plans for other budgets, the smallest first.
+        chosen: which of the views is the plan.
+        least: the least budget that works, for a model the least peak predicted; 0 where no other was planned.
+        frontier: every budget that was planned, those that are not drawn among them, as points.
+        peers: the plain run, and what the usual tools would do.
+        measured: what was measured.
+    """
+
+    plan: Plan
+    receipt: Receipt | None
+    views: tuple[View, ...]
+    chosen: int
+    least: int
+    frontier: tuple[Mark, ...]
+    peers: tuple[Mark, ...]
+    measured: tuple[Mark, ...]
+
+    @property
+    def view(self) -> View:
+        """The plan itself, played."""
+        return self.views[self.chosen]
+
+    @property
+    def kind(self) -> ChainKind:
+        """What kind of plan it is."""
+        return kind_of(self.plan)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak keeps the budget; `measuring` says how the measured one is to be read."""
+        budget = budget_of(self.plan)
+        return budget is None or self.plan.bill.peak_memory <= budget
+
+    @property
+    def verdict(self) -> str:
+        """That, in a sentence with numbers."""
+        budget, measured = budget_of(self.plan), measured_peak(self.plan, self.receipt)
+        peak = f"a predicted peak of {format_size(self.plan.bill.peak_memory)}"
+        if measured is not None and not self.is_measured_above:
+            peak += f" and a measured one of {format_size(measured)}"
+        if budget is None:
+            return f"Takes {peak}; no {self.kind.limit_name} was named."
+        return f"{'Fits' if self.fits else 'Does not fit'}: {peak}, with {self.kind.limit_told(budget)}."
+
+    @property
+    def measuring(self) -> str:
+        """How the measured peak is to be read; empty if there is none."""
+        measured = measured_peak(self.plan, self.receipt)
+        if self.receipt is None or measured is None:
+            return ""
+        told = self.kind.measuring(self.receipt, measured)
+        return f"{told} {self.kind.measured_above}" if self.is_measured_above else told
+
+    @property
+    def curve(self) -> tuple[int, ...]:
+        """The measured bytes over time, counted as the budget or the peak counts them; empty if they were not followed.
+
+        A model's gradients are not among them: the receipt leaves them out.
+        """
+        return () if self.receipt is None else tuple(size + self.kind.held_before for size in self.receipt.curve)
+
+    @property
+    def is_measured_above(self) -> bool:
+        """Whether the measured peak is above a budget that the predicted one keeps."""
+        measured, budget = measured_peak(self.plan, self.receipt), budget_of(self.plan)
+        return budget is not None and measured is not None and measured > budget >= self.plan.bill.peak_memory
+
+
+def measured_peak(plan: Plan, receipt: Receipt | None) -> int | None:
+    """Bytes at the worst moment, counted as the plan's budget or peak counts them; None if they were not measured."""
+    return None if receipt is None or not receipt.peak_memory else kind_of(plan).measured_peak(receipt)
+
+
+def tell(
+    plan: Plan,
+    receipt: Receipt | HasReceipt | None = None,
+    *,
+    measured: Iterable[Mark] = (),
+    points: int = 32,
+    progress: Progress | None = None,
+) -> Story:
+    """Plan the chain for other budgets too, and play every plan on paper.
+
+    Args:
+        plan: what the story is about.
+        receipt: what a run of it did cost.
+        measured: more measured points, for the frontier.
+        points: how many other budgets, besides the peaks of the usual tools; 0 for the plan alone, which is quick. A
+            whole model has all choices of its frontier, or none.
+        progress: called with how many plans are done and of how many, each time one is.
+    """
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan={plan!r} is a {type(plan).__name__}; give a Plan, such as plan_scan returns")
+    if receipt is not None and not isinstance(receipt, Receipt) and not hasattr(receipt, "receipt"):
+        raise InputError(f"receipt={receipt!r} is a {type(receipt).__name__}; give a Receipt, or what record() gave")
+    taken = receipt if isinstance(receipt, Receipt) or receipt is None else receipt.receipt
+    whole_number(points, "points", least=0)
+    model = kind_of(plan).model
+    if model is not None:
+        return _tell_model(plan, model, taken, tuple(measured), alone=points == 0)
+    return _tell_chain(plan, taken, tuple(measured), points, progress or _no_progress)
+
+
+def _no_progress(done: int, total: int) -> None:
+    """Nobody asked how far it is."""
+
+
+def _tell_chain(
+    plan: Plan, receipt: Receipt | None, measured: tuple[Mark, ...], points: int, progress: Progress
+) -> Story:
+    """A loop or layers: planned for other budgets, and each plan played."""
+    chain, rooms = plan.chain, plan.rooms
+    tools = peers(chain) if points else ()
+    at_their_peaks = {tool.peak for tool in tools}  # so that each is seen beside the plan for the same memory
+    others = frontier(chain, max(points, 2), plan.schedule.disk, rooms=rooms, also=at_their_peaks) if points else ()
+    total, views, marks = points + len(at_their_peaks) + 1, [_view(plan)], [_mark(plan)]
+    for done, other in enumerate(others, start=1):
+        progress(done, total)
+        if other.knob == plan.knob:
+            continue
+        marks.append(_mark(other))
+        if other.bill.plain_runs + other.bill.taping_runs <= MOST_RUNS_DRAWN:
+            views.append(_view(other))
+    progress(total, total)
+    views.sort(key=lambda view: budget_of(view.plan) or view.plan.bill.peak_memory)
+    marks.sort(key=lambda mark: (mark.peak, -mark.time_factor))
+    return Story(
+        plan=plan,
+        receipt=receipt,
+        views=tuple(views),
+        chosen=next(k for k, view in enumerate(views) if view.plan is plan),
+        least=least_budget(chain, plan.schedule.disk, rooms=rooms) if points else 0,
+        frontier=tuple(marks),
+        peers=tools,
+        measured=(*_measured(plan, receipt), *measured),
+    )
+
+
+def _tell_model(
+    plan: Plan, schedule: Blocks, receipt: Receipt | None, measured: tuple[Mark, ...], *, alone: bool
+) -> Story:
+    """Its frontier is in the plan, so nothing is planned; pages make its other views from the menus."""
+    chain, plain = plan.chain, plan.chain.plain_seconds
+    marks = [_mark(plan)]
+    for point in () if alone else plan.frontier:
+        factor = (plain + point.extra) / plain if plain else 1.0
+        if point.options != schedule.options:
+            marks.append(Mark(f"peak={size_at_least(to_ask(plan, point.peak))}", point.peak, factor))
+    marks.sort(key=lambda mark: (mark.peak, -mark.time_factor))
+    return Story(
+        plan=plan,
+        receipt=receipt,
+        views=(View(plan, played(plan), ()),),
+        chosen=0,
+        least=0 if alone else least_peak(chain),
+        frontier=tuple(marks),
+        peers=() if alone else block_peers(chain),
+        measured=(*_measured(plan, receipt), *measured),
+    )
+
+
+def _view(plan: Plan) -> View:
+    timeline = played(plan)
+    return View(plan, timeline, rows(plan, timeline.tally))
+
+
+def _mark(plan: Plan) -> Mark:
+    return Mark(str(plan.knob), plan.bill.peak_memory, plan.time_factor)
+
+
+def _measured(plan: Plan, receipt: Receipt | None) -> list[Mark]:
+    """The receipt as a point: bytes as measured, time from the runs that were counted, at the chain's costs."""
+    peak = measured_peak(plan, receipt)
+    if receipt is None or peak is None:
+        return []
+    chain = plan.chain
+    times, rest = divmod(receipt.backward_runs, len(chain))  # a recording may hold many rounds of training
+    forward, whole = chain.forward_seconds(0, len(chain)), chain.plain_seconds
+    if not (times and whole) or rest or kind_of(plan).model is not None:
+        return [Mark("measured", peak, plan.time_factor, "bytes alone; drawn at the predicted time", is_timed=False)]
+    runs = (receipt.plain_runs + receipt.taping_runs + receipt.probe_runs) / times
+    factor = (runs / len(chain) * forward + whole - forward) / whole
+    return [Mark("measured", peak, factor, "bytes and runs as measured, times of a run as predicted")]

@@ -1,0 +1,382 @@
+"""The report in a terminal, with rich: verdict, frontier, schedule, memory over time, rows, and the code to paste.
+
+It reads as well in 80 columns as in 120, without colour as with it, and in plain ASCII where the terminal can do no
+more (`Glyphs`). Names are always text: markup in them is not applied, and control characters do not reach the terminal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.actions import Tier
+from lowtide.report.content import Story, View
+from lowtide.report.drawing import KINDS, TIERS, Cells, Ink, cells, layers, layers_of
+from lowtide.report.kinds import ChainKind, ModelKind
+from lowtide.report.snippets import snippets
+from lowtide.report.timeline import Kind
+from lowtide.report.usual_tools import Mark
+from lowtide.report.wording import budget_of, clean, figure_of, measured_name, share_of, times_of
+from lowtide.sizes import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class Glyphs:
+    """One letter for each thing that is drawn."""
+
+    kinds: str  # in the order of Kind
+    parts: str  # in the order of PARTS
+    model_parts: str  # in the order of MODEL_PARTS
+    memory: str
+    disk: str
+    bar: str
+    levels: str  # a sparkline's, lowest first
+    here: str
+    rule: str
+    more: str
+    limit: str
+
+
+UNICODE = Glyphs("░▒▞▓█", "▒█·░", "▓▚▪█░", "─", "═", "━", "▁▂▃▄▅▆▇█", "▶", "─", "…", "╌")
+ASCII = Glyphs(".o/x#", "o#.:", "%&,#:", "-", "=", "=", "_.-=+*%#", ">", "-", "...", "~")
+
+
+MARGIN = 11  # left of the pictures
+GAP = 2  # between columns
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """So many cells wide, in some encoding."""
+
+    width: int
+    encoding: str
+    glyphs: Glyphs
+
+    def written(self, text: str) -> str:
+        """The text without control characters, as the encoding can write it; it keeps its indentation."""
+        indented = " " * (len(text) - len(text.lstrip(" "))) + clean(text)
+        return indented.encode(self.encoding, "replace").decode(self.encoding)
+
+    def text(self, text: str, style: str = "", most: int | None = None) -> Text:
+        """A line of at most `most` cells, or the page's width."""
+        made = Text(self.written(text), style, no_wrap=True, overflow="crop")
+        most = self.width if most is None else most
+        if made.cell_len > most:
+            made.truncate(max(most - len(self.glyphs.more), 0), overflow="crop")
+            made.append(self.glyphs.more[:most])
+        return made
+
+    def wrapped(self, text: str, style: str) -> Text:
+        """A paragraph on as many lines as it takes."""
+        return Text(self.written(text), style, overflow="fold")
+
+    def heading(self, title: str) -> Rule:
+        """A line that begins a section."""
+        return Rule(self.text(title, "bold", self.width - 6), characters=self.glyphs.rule, align="left", style="dim")
+
+    def pairs(self, lines: Iterable[tuple[str, str]]) -> Table:
+        """Labels and texts; texts wrap."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, text in lines:
+            table.add_row(self.text(label), Text(self.written(text)))
+        return table
+
+    def names(self) -> int:
+        """Cells for a name in a table."""
+        return min(max(self.width // 3, 12), 44)
+
+    def room(self, lines: Sequence[Sequence[str | Text]], titles: Sequence[str]) -> int:
+        """Cells that are left for a table's last column."""
+        taken = sum(
+            max(cell_len(title), *(cell_len(str(line[place])) for line in lines)) for place, title in enumerate(titles)
+        )
+        return self.width - taken - GAP * len(titles)
+
+    def table(self, *titles: str) -> Table:
+        """A table without lines: the first and the last column are words, the others figures."""
+        table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim", pad_edge=False, collapse_padding=True)
+        for place, title in enumerate(titles):
+            is_words = place in (0, len(titles) - 1) or title == "decision"
+            table.add_column(title, justify="left" if is_words else "right", no_wrap=True, overflow="crop")
+        return table
+
+    def label(self, name: str) -> Text:
+        """The start of a picture's line, in the margin."""
+        label = self.text(name, "", MARGIN - 1)
+        line = Text(" " * (MARGIN - 1 - label.cell_len), no_wrap=True, overflow="crop")
+        return line.append(label).append(" ")
+
+    def legend(self, entries: list[tuple[str, Ink]]) -> Iterator[Text]:
+        """What the glyphs mean, on as many lines as it takes."""
+        line = Text(" " * MARGIN)
+        for glyph, ink in entries:
+            entry = Text.assemble("" if line.cell_len == MARGIN else "   ", (glyph, ink.colour), f" {ink.name}")
+            if line.cell_len > MARGIN and line.cell_len + entry.cell_len > self.width:
+                yield line
+                line, entry = Text(" " * MARGIN), entry[3:]
+            line.append(entry)
+        yield line
+
+
+_MOST_ROWS = 40
+_MOST_BUDGETS = 12
+_HEIGHT = 12  # of the schedule, in lines
+_TALLEST = 24  # where each line is a layer
+_MEMORY_HEIGHT = 8
+_LIMIT = "#d7191c"
+_FULL = 4.0  # times the plain run's: a full bar
+_FRONTIER = ("  knob", "peak", "of plain", "runs/step", "time")
+_MODEL_FRONTIER = ("  ask for", "peak", "of kept", "extra", "time")
+_BLOCKS = ("block", "tape", "time")
+_ROWS = ("what", "state", "tape", "again", "stored", "extra", "decision")
+_LEAST_DECISION = 8
+_LEAST_WHY = 30  # cells; a reason cut shorter than that is none
+
+
+def render(story: Story) -> RenderableType:
+    """The whole report, for `console.print`; it is laid out for the width and encoding it is printed with."""
+    return _Print(story)
+
+
+def show(story: Story, console: Console | None = None) -> None:
+    """Print the report on `console`, or on standard output."""
+    (console or Console()).print(render(story))
+
+
+@dataclass(frozen=True, slots=True)
+class _Print:
+    """The report, as rich asks for it."""
+
+    story: Story
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        story, kind = self.story, self.story.kind
+        page = _Page(options.max_width, options.encoding, ASCII if options.ascii_only else UNICODE)
+        yield page.heading("Lowtide")
+        yield page.wrapped(story.verdict, "bold green" if story.fits else "bold red")
+        if story.measuring:
+            yield page.wrapped(story.measuring, "yellow" if story.is_measured_above else "")
+        yield page.pairs(kind.lines())
+        if story.receipt is not None:
+            yield page.pairs((f"run's {label}", text) for label, text in story.receipt.lines())
+        buys = f"What each {kind.limit_name} buys"
+        yield page.heading(buys if kind.model is None else f"{buys}; time over the {kind.plain_name}")
+        yield page.frontier(story)
+        if kind.model is None:  # a model's blocks all run forward, then all backward
+            yield page.heading("Schedule: which step runs when, and which snapshots are stored meanwhile")
+            yield from page.schedule(story.view)
+        yield page.heading("Memory over time")
+        yield from page.memory(story)
+        if isinstance(kind, ModelKind):
+            yield page.heading("What happens to each block")
+            yield from page.blocks(kind)
+        else:
+            yield page.heading("What happens to each part of the chain")
+            yield from page.rows(story.view)
+        yield page.heading("The code to paste")
+        for snippet in snippets(story.plan):
+            yield page.text(f"# {snippet.name}", "bold")
+            for line in snippet.code.splitlines():
+                yield Text(page.written(line), overflow="fold")
+            yield Text("")
+
+
+class _Page(Sheet):
+    """The parts of the report."""
+
+    def frontier(self, story: Story) -> Table:
+        """A line for each of some budgets, the plan among them, then the usual tools and measurements."""
+        kind, knob = story.kind, str(story.plan.knob)
+        titles = _FRONTIER if kind.model is None else _MODEL_FRONTIER
+        runs = {str(view.plan.knob): figure_of(view.plan.runs_per_step) for view in story.views}
+        named = [(self.glyphs.here if mark.name == knob else " ", mark.name, mark) for mark in _some(story)]
+        named += [(" ", mark.name, mark) for mark in story.peers]
+        named += [(" ", measured_name(mark), mark) for mark in story.measured]
+        lines: list[list[str | Text]] = [
+            [
+                self.text(f"{here} {name}", most=self.names()),
+                format_size(mark.peak),
+                share_of(mark.peak, kind.whole),
+                *_time_cells(kind, mark, runs.get(name, "")),
+            ]
+            for here, name, mark in named
+        ]
+        room, most = self.room(lines, titles), max(mark.time_factor for _, _, mark in named)
+        table = self.table(*titles, "")
+        for line, (here, _, mark) in zip(lines, named, strict=True):
+            drawn = room >= 6 and mark.is_timed
+            bar = self.glyphs.bar * max(1, round(room * _height(mark.time_factor, most))) if drawn else ""
+            table.add_row(*line, bar, style="bold" if here != " " else "")
+        return table
+
+    def schedule(self, view: View) -> Iterator[Text]:
+        """Time to the right, steps upwards; each cell shows what most of its time goes to."""
+        chain, width = view.plan.chain, self.width - MARGIN
+        height = _TALLEST if chain.names and chain.length <= _TALLEST else _HEIGHT
+        picture = cells(view.timeline, chain.length, width, height)
+        columns, rows = picture.memory.shape
+        for row in reversed(range(rows)):
+            first = row * chain.length // rows
+            name = chain.name(first) if chain.names and rows == chain.length else f"{first:,}"
+            line = self.label(name)
+            for column in range(columns):
+                line.append(*self._cell(picture, column, row))
+            yield line
+        yield from self.legend(
+            [
+                *(
+                    (self.glyphs.kinds[kind], Ink(KINDS[kind].name, _colour(kind)))
+                    for kind in Kind
+                    if picture.share[kind].any()
+                ),
+                *([(self.glyphs.memory, TIERS[Tier.MEMORY])] if picture.memory.any() else []),
+                *([(self.glyphs.disk, TIERS[Tier.DISK])] if picture.disk.any() else []),
+            ]
+        )
+
+    def _cell(self, picture: Cells, column: int, row: int) -> tuple[str, str]:
+        share = picture.share[:, column, row]
+        kind = Kind(int(share.argmax()))
+        if share[kind] > 0:
+            return self.glyphs.kinds[kind], _colour(kind)
+        if picture.memory[column, row] > 0:
+            return self.glyphs.memory, TIERS[Tier.MEMORY].colour
+        return (self.glyphs.disk, TIERS[Tier.DISK].colour) if picture.disk[column, row] > 0 else (" ", "")
+
+    def memory(self, story: Story) -> Iterator[Text]:
+        """What memory holds, stacked, with the budget where it is near, the peak and its cause."""
+        timeline, plan, width = story.view.timeline, story.plan, self.width - MARGIN
+        worst, inks = timeline.worst, layers(plan)
+        glyphs = self.glyphs.parts if story.kind.model is None else self.glyphs.model_parts
+        budget = budget_of(plan)
+        top = max(worst.total, budget if budget is not None and budget < 1.5 * worst.total else 0)
+        held = np.zeros((width, len(inks)))
+        for moment in timeline.memory:
+            first = min(int(moment.start / timeline.seconds * width), width - 1)
+            last = max(int(np.ceil(moment.stop / timeline.seconds * width)), first + 1)
+            fuller = held[first:last].sum(axis=1) < moment.total  # a column shows the worst of its time
+            held[first:last][fuller] = layers_of(plan, moment)
+        edges = held.cumsum(axis=1)
+        limit = -1 if budget is None or budget > top else min(int(budget / top * _MEMORY_HEIGHT), _MEMORY_HEIGHT - 1)
+        for row in reversed(range(_MEMORY_HEIGHT)):
+            at = (row + 0.5) / _MEMORY_HEIGHT * top
+            mark = {_MEMORY_HEIGHT - 1: format_size(top), 0: "0 B"} | {limit: story.kind.limit_label}
+            line = self.label(mark.get(row, ""))
+            for below in edges:
+                part = int(np.searchsorted(below, at))
+                if part < len(inks):
+                    line.append(glyphs[part], inks[part].colour)
+                else:
+                    line.append(self.glyphs.limit if row == limit else " ", _LIMIT)
+            yield line
+        parts = zip(glyphs, inks, layers_of(plan, worst), strict=True)
+        yield from self.legend(
+            [(glyph, Ink(f"{ink.name} {format_size(size)}", ink.colour)) for glyph, ink, size in parts if size]
+        )
+        yield self.text(f"peak {format_size(worst.total)} after {self._when(story)} of the time: {worst.what}")
+        if story.curve:
+            yield from self._measured(story.curve, width)
+            yield self.text(f"most measured{story.kind.not_in_curve}: {format_size(max(story.curve))}")
+
+    @staticmethod
+    def _when(story: Story) -> str:
+        timeline = story.view.timeline
+        return f"{(timeline.worst.start + timeline.worst.stop) / 2 / timeline.seconds:.0%}"
+
+    def _measured(self, curve: tuple[int, ...], width: int) -> Iterator[Text]:
+        """The measured bytes as one line; a column shows the worst of its time."""
+        columns = min(width, len(curve))
+        starts = np.arange(columns) * len(curve) // columns
+        most = np.maximum.reduceat(np.array(curve, dtype=float), starts)
+        levels = np.ceil(most / max(most.max(), 1.0) * len(self.glyphs.levels)).astype(int) - 1
+        spread = np.arange(width) * columns // width
+        line = self.label("measured")
+        line.append("".join(self.glyphs.levels[max(level, 0)] for level in levels[spread]))
+        yield line
+
+    def rows(self, view: View) -> Iterator[RenderableType]:
+        """A line for each layer or range of steps, and how many were left out; `extra` is time, as a share of plain."""
+        shown, plain = view.rows[:_MOST_ROWS], view.plan.chain.plain_seconds or 1.0
+        lines: list[list[str | Text]] = [
+            [
+                self.text(row.name, most=self.names()),
+                format_size(row.state),
+                format_size(row.tape),
+                figure_of(row.again),
+                f"{row.stored:,}",
+                share_of(row.again * row.seconds, plain),
+                Text(row.decision, "bold" if row.decision == "keep" else ""),
+            ]
+            for row in shown
+        ]
+        room = self.room(lines, _ROWS)
+        table = self.table(*_ROWS, "why" if room >= _LEAST_WHY else "")
+        for line, row in zip(lines, shown, strict=True):
+            form = "" if row.form == "keep" else f"taped as {row.form}; "
+            table.add_row(*line, self.text(form + row.why, most=room) if room >= _LEAST_WHY else "")
+        yield table
+        yield from self._more(len(view.rows))
+
+    def blocks(self, kind: ModelKind) -> Iterator[RenderableType]:
+        """A line for each block of a model, and how many were left out."""
+        rows = kind.block_rows()
+        if not rows:
+            yield self.text("there are no blocks to choose for")
+            return
+        lines: list[list[str | Text]] = [
+            [self.text(row.name, most=self.names()), format_size(row.tape), kind.time(row.seconds)]
+            for row in rows[:_MOST_ROWS]
+        ]
+        # Reasons are short, so what the decision says besides its first word is what goes where there is no room.
+        room = self.room(lines, _BLOCKS)
+        most = max(room - max(len(row.why) for row in rows) - GAP, _LEAST_DECISION)
+        table = self.table(*_BLOCKS, "decision", "why")
+        for line, row in zip(lines, rows, strict=False):
+            form = self.text(row.decision, "bold" if row.decision == "keep" else "", most)
+            table.add_row(*line, form, self.text(row.why, most=max(room - GAP - most, 0)))
+        yield table
+        yield from self._more(len(rows))
+
+    def _more(self, rows: int) -> Iterator[Text]:
+        if rows > _MOST_ROWS:
+            yield self.text(f"{self.glyphs.more} and {rows - _MOST_ROWS:,} more")
+
+
+def _colour(kind: Kind) -> str:
+    """Taped runs have the colour of plain ones and a glyph of their own: darker inks are lost on a dark terminal."""
+    return KINDS[Kind(kind - kind % 2)].colour
+
+
+def _some(story: Story) -> list[Mark]:
+    """At most so many of the frontier's points, spread over all of them, the plan's own among them."""
+    own = str(story.plan.knob)
+    different: dict[tuple[int, float, bool], Mark] = {}
+    for mark in story.frontier:
+        different.setdefault((mark.peak, mark.time_factor, mark.name == own), mark)
+    last = len(different) - 1
+    places = {round(k * last / (_MOST_BUDGETS - 1)) for k in range(_MOST_BUDGETS)}
+    return [mark for place, mark in enumerate(different.values()) if place in places or mark.name == own]
+
+
+def _time_cells(kind: ChainKind, mark: Mark, runs: str) -> tuple[str, str]:
+    """Runs or extra time of a mark, and its time; blank where it has none."""
+    if not mark.is_timed:
+        return "", ""
+    extra = kind.chain.plain_seconds * (mark.time_factor - 1)
+    return kind.time(extra) if isinstance(kind, ModelKind) else runs, times_of(mark.time_factor)
+
+
+def _height(factor: float, most: float) -> float:
+    """How long a bar is between the plain run's time and the most; the very long ones all fill it."""
+    return min(math.log(factor) / math.log(min(most, _FULL)), 1.0) if factor > 1.0 else 0.0

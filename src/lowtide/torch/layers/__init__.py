@@ -1,0 +1,5 @@
+"""Layers: a row of layers within a budget.
+
+In: layers and their input. Out: a chain (`costs`), a plan for it (`sequential`), and a run in nested checkpoint calls
+(`nested`). Imports the core, `memory`, `state`, `lean` and `checkpoint`.
+"""

@@ -1,0 +1,454 @@
+"""Rows of layers in bounded memory: `sequential` by a plan, `checkpoint_sequential` in segments.
+
+Layers are measured once for each form of input (`costs.py`), planned by the core (`LayerPlans` adds what checkpoint
+calls take), and run as nested checkpoint calls on the graph that autograd makes anyway (`nested.py`). So results and
+gradients are those of the plain run to the last bit, hooks fire once, weights may be shared, and gradients of gradients
+work.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_flatten
+
+from lowtide.chain import Chain, Working
+from lowtide.checks import function
+from lowtide.errors import BudgetError, InputError
+from lowtide.nest import Part
+from lowtide.plan import Knob, Plan
+from lowtide.planners.choose import choose, least_budget
+from lowtide.planners.segments import balanced, segment_count
+from lowtide.sizes import parse_budget
+from lowtide.torch.layers.costs import MeasuredLayers, measure_layers
+from lowtide.torch.layers.nested import (
+    Forms,
+    Layer,
+    Runner,
+    copied_by,
+    forms_passed,
+    has_forms,
+    kept_by,
+    nest_of_plan,
+    starts,
+    through,
+)
+from lowtide.torch.memory import recording
+from lowtide.torch.memory.cache import Cache
+
+Layers = nn.Sequential | nn.ModuleList | list[Layer] | tuple[Layer, ...]
+Contexts = Iterable[Callable[[], AbstractContextManager[Any]]]
+
+_transformed = torch._C._functorch.peek_interpreter_stack
+# Rows of layers whose costs are kept.
+_MOST_ROWS = 64
+# Budgets for one row whose plans are kept.
+_MOST_BUDGETS = 16
+# Checkpoint calls inside one another: Python's stack has room for more, but not for many more.
+_MOST_DEPTH = 100
+_STEP_NAME = re.compile(r"([0-9]+)(?:-([0-9]+))? ")
+
+
+def sequential(
+    layers: Layers,
+    x: Any,
+    *,
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    contexts: Contexts = (),
+    check_rerun: bool = False,
+) -> Any:
+    """Run layers one after the other, like `nn.Sequential`, in bounded memory.
+
+    The first call with an input of some form runs every layer a few times to measure it; later ones do not. With
+    neither knob it is the least memory that runs no layer more than one extra time.
+
+    Args:
+        layers: an `nn.Sequential`, an `nn.ModuleList`, or a list of functions; each gets what the one before returned.
+        x: what the first layer gets: a tensor, or any nested value.
+        budget: bytes for snapshots, tape and working set: 67108864, "64MiB", or "40%" of all tapes.
+        plan: what `plan_sequential` returned.
+        contexts: context managers, as functions that make them, that layers need around them when they run again.
+        check_rerun: compare everything that layers compute when they run again with what they computed first.
+
+    Raises:
+        BudgetError: no plan fits; it names the least budget that works. Nothing has changed.
+        InputError: another argument that cannot be used.
+    """
+    return _uncompiled(_sequential)(layers, x, budget, plan, contexts, check_rerun)
+
+
+def _sequential(
+    layers: Layers, x: Any, budget: int | str | None, plan: Plan | None, contexts: Contexts, check_rerun: bool
+) -> Any:
+    row = _listed(layers, "layers")
+    _check_knobs(budget, plan)
+    if not row or _runs_plainly():
+        return through(row, x)
+    options = {"contexts": tuple(contexts), "check_rerun": check_rerun}
+    if plan is not None:
+        bounds, parts = _bounds(plan, len(row)), nest_of_plan(plan)
+        if has_forms(parts):  # which are traced beside the run, not in its memory
+            _costs(row, x)
+        return _run(row, bounds, parts, x, options, plan.chain)
+    costs = _costs(row, x)
+    if costs is None or costs.row.chain is None:
+        return through(row, x)
+    return _run(row, costs.row.bounds, costs.plan(budget)[1], x, options, costs.row.chain)
+
+
+def plan_sequential(layers: Layers, x: Any, *, budget: int | str | None = None) -> Plan:
+    """The plan that `sequential` would run, with its bill; the layers are measured and left as they were.
+
+    Each step of its chain is a layer, or several that cannot be parted: its name says which.
+    """
+    row = _listed(layers, "layers")
+    _check_knobs(budget, None)
+    if not row:
+        raise InputError("there are 0 layers, which need no plan; give at least one")
+    costs = _costs(row, x)
+    if costs is None:
+        raise InputError("a layer has parameters without a shape yet, so it cannot be measured; call the layers first")
+    if costs.row.chain is None:
+        raise InputError(
+            f"none of the {len(row):,} layers makes a tape, so there is nothing to plan; let the input or a parameter "
+            "require a gradient"
+        )
+    return costs.plan(budget)[0]
+
+
+def checkpoint_sequential(
+    functions: Layers,
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,  # noqa: ARG001  (torch's word)
+    preserve_rng_state: bool = True,
+) -> Any:
+    """`torch.utils.checkpoint.checkpoint_sequential` with segments of equal tapes instead of equal numbers of layers.
+
+    Each segment but the last is run again when the backward gets there. The cut depends on bytes alone: it is the same
+    on every run and every rank. Layers that change their input in place stay in one segment with the layer before.
+
+    Args:
+        functions: an `nn.Sequential`, an `nn.ModuleList`, or a list of functions.
+        segments: how many, at least 1; of more than there are layers, one for each.
+        input: what the first layer gets: a tensor, or any nested value; a tuple is one value.
+        use_reentrant: accepted, and makes no difference.
+        preserve_rng_state: let a segment that is run again draw the same random numbers.
+    """
+    return _uncompiled(_checkpoint_sequential)(functions, segments, input, preserve_rng_state)
+
+
+def _checkpoint_sequential(functions: Layers, segments: int, input: Any, preserve_rng_state: bool) -> Any:
+    row = _listed(functions, "functions")
+    count = segment_count(segments, len(row))
+    if count == 1 or _runs_plainly():
+        return through(row, input)
+    costs = _costs(row, input, forms=False)
+    if costs is None or costs.row.chain is None:
+        return through(row, input)
+    chain, bounds = costs.row.chain, costs.row.bounds
+    cut = balanced([chain[k].tape for k in range(len(chain))], min(count, len(chain)))
+    parts = [Part(start, stop, (Part(start, stop),)) for start, stop in cut[:-1]]
+    return _run(row, bounds, (*parts, Part(*cut[-1])), input, {"preserve_rng_state": preserve_rng_state}, chain)
+
+
+class Sequential(nn.Sequential):
+    """An `nn.Sequential` that runs within a budget: the same submodules, the same `state_dict`, the same results.
+
+    Args:
+        model: the `nn.Sequential` whose submodules it takes, under the same names.
+        budget: see `sequential`.
+        plan: see `sequential`.
+    """
+
+    def __init__(self, model: nn.Sequential, *, budget: int | str | None = None, plan: Plan | None = None) -> None:
+        if not isinstance(model, nn.Sequential):
+            raise InputError(f"model is a {type(model).__name__}; give an nn.Sequential")
+        _check_knobs(budget, plan)
+        super().__init__()
+        for name, child in model._modules.items():
+            self.add_module(name, child)
+        self.training = model.training
+        self.budget = budget
+        self.plan = plan
+
+    def forward(self, input: Any) -> Any:
+        """Run the layers within the budget."""
+        return sequential(self, input, budget=self.budget, plan=self.plan)
+
+    def __getitem__(self, idx: int | slice) -> Any:
+        if not isinstance(idx, slice):
+            return super().__getitem__(idx)
+        part = nn.Sequential(OrderedDict(list(self._modules.items())[idx]))
+        return type(self)(part, budget=self.budget)
+
+    def extra_repr(self) -> str:
+        """What `repr` shows beside the submodules."""
+        return f"budget={self.budget!r}" if self.plan is None else f"plan={self.plan!r}"
+
+
+def _listed(layers: Any, name: str) -> list[Layer]:
+    """The layers in a list, each one callable."""
+    if not isinstance(layers, nn.Sequential | nn.ModuleList | list | tuple):
+        raise InputError(
+            f"{name} is a {type(layers).__name__}; give an nn.Sequential, an nn.ModuleList, or a list of functions"
+        )
+    row = list(layers)
+    for k, layer in enumerate(row):
+        function(layer, f"{name}[{k}]")
+    return row
+
+
+def _check_knobs(budget: int | str | None, plan: Plan | None) -> None:
+    if budget is not None and plan is not None:
+        raise InputError(f"budget={budget!r} and plan={plan!r} are two knobs; give one of budget and plan, or none")
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan={plan!r} is a {type(plan).__name__}; give what plan_sequential returned")
+    if budget is not None:
+        parse_budget(budget, 2**40)
+
+
+def _uncompiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    """In code that is being compiled, the same but run as it is: measuring and saved-tensor hooks cannot be traced."""
+    return torch._dynamo.disable(run) if torch.compiler.is_compiling() else run
+
+
+def _runs_plainly() -> bool:
+    """Without grad, in a comparison, or in a transform such as `torch.func.grad`, which keeps no tape of this kind."""
+    return not torch.is_grad_enabled() or recording.runs_plainly() or _transformed() is not None
+
+
+def _bounds(plan: Plan, layers: int) -> tuple[tuple[int, int], ...]:
+    """The layers [start, stop) of each step of a plan: those that its name says, or one for each."""
+    bounds: list[tuple[int, int]] = []
+    for k in range(len(plan.chain)):
+        match = _STEP_NAME.match(plan.chain.names[k] if plan.chain.names else f"{k} ")
+        start = -1 if match is None else int(match[1])
+        if match is None or (bounds and bounds[-1][1] != start):
+            name = plan.chain.name(k)
+            raise InputError(f"the plan's steps are not named after layers: {name!r}; plan again with plan_sequential")
+        bounds.append((start, int(match[2] or start) + 1))
+    if bounds[-1][1] != layers:
+        raise InputError(
+            f"the plan is for {bounds[-1][1]:,} layers, and there are {layers:,}; plan again with plan_sequential"
+        )
+    return tuple(bounds)
+
+
+def _run(
+    row: list[Layer],
+    bounds: tuple[tuple[int, int], ...],
+    parts: tuple[Part, ...],
+    x: Any,
+    options: dict[str, Any],
+    chain: Chain,
+) -> Any:
+    """Run the layers before the chain as they are, and its steps as the nest says."""
+    x = through(row[: bounds[0][0]], x)
+    steps = tuple(tuple(row[start:stop]) for start, stop in bounds)
+    return Runner(steps, options, Forms(chain)).run(parts, x)
+
+
+# --- plans for a measured row
+
+
+class LayerPlans:
+    """What a row costs, and the plans that were made for it.
+
+    Checkpoint calls take bytes beyond what a chain can say, and how many depends on where the calls are, so it is known
+    once there is a plan: the plan is made first, then its bill, and where that is above the budget, another plan for as
+    much less.
+    """
+
+    def __init__(self, row: MeasuredLayers) -> None:
+        self.row = row
+        self._plans: dict[int | str | None, tuple[Plan, tuple[Part, ...]]] = {}
+
+    def plan(self, budget: int | str | None) -> tuple[Plan, tuple[Part, ...]]:
+        """The fastest plan within the budget, and its nest."""
+        if budget not in self._plans:
+            if len(self._plans) >= _MOST_BUDGETS:  # a sweep over budgets
+                self._plans.clear()
+            plan = self._choose(budget)
+            self._plans[budget] = plan, nest_of_plan(plan)
+        return self._plans[budget]
+
+    def _choose(self, budget: int | str | None) -> Plan:
+        if budget is None:
+            return self._billed(choose(self._chain), Knob("none"))
+        asked = parse_budget(budget, self._bare.plain_tape)
+        plan = self._within(asked)
+        if plan is not None:
+            return plan
+        least = self._least_that_works()
+        if least > asked:
+            ways = "raise the budget, or make the layers smaller (a smaller batch)"
+            raise BudgetError(asked, least, ways)
+        plan = self._within(least)  # the way down from the budget has passed this one by
+        assert plan is not None
+        return replace(plan, knob=Knob("budget", asked))
+
+    @property
+    def _chain(self) -> Chain:
+        """With every step's input in its tape."""
+        assert self.row.chain is not None
+        return self.row.chain
+
+    @property
+    def _bare(self) -> Chain:
+        """With tapes that do not count an input that no tape holds."""
+        return self._with_tapes(set())
+
+    def _with_tapes(self, begun: set[int]) -> Chain:
+        """Steps that are `begun` have their input in their tape, whether autograd holds it or not."""
+        if not any(self.row.unheld):
+            return self._chain
+        steps = [self._chain[k] for k in range(len(self._chain))]
+        for k, unheld in enumerate(self.row.unheld):
+            if k not in begun:
+                # A smaller tape may hold the input although the whole one does not.
+                options = tuple(
+                    replace(option, tape=max(steps[k].state, option.tape - min(unheld, let_go)))
+                    for option, let_go in zip(steps[k].options, self.row.unheld_by[k], strict=True)
+                )
+                steps[k] = replace(steps[k], tape=max(steps[k].state, steps[k].tape - unheld), options=options)
+        return self._chain.with_steps(steps)
+
+    def _within(self, asked: int) -> Plan | None:
+        """The fastest plan found within so many bytes."""
+        chains = [self._chain, self._bare] if any(self.row.unheld) else [self._chain]
+        plans = [plan for chain in chains if (plan := self._within_by(chain, asked)) is not None]
+        return min(plans, key=lambda plan: plan.bill.seconds, default=None)
+
+    def _within_by(self, chain: Chain, asked: int) -> Plan | None:
+        budget = asked
+        while budget >= max(self.row.peak, least_budget(chain)):
+            plan = choose(chain, budget)
+            if max(part.depth for part in nest_of_plan(plan)) > _MOST_DEPTH:
+                return None
+            plan = self._billed(plan, Knob("budget", asked))
+            if plan.bill.peak_memory <= asked:
+                return plan
+            budget -= plan.bill.peak_memory - asked
+        return None
+
+    def _billed(self, plan: Plan, knob: Knob) -> Plan:
+        """The same plan for a chain that has the bytes of its checkpoint calls."""
+        nest = nest_of_plan(plan)
+        chain = self._with_tapes(starts(nest))
+        kept, copied, passed = kept_by(nest, self.row.kept), copied_by(nest, self.row.copied), forms_passed(nest)
+        if not (kept or passed or any(copied)):
+            return Plan.make(chain, knob, plan.schedule)
+        steps = []
+        for k, more in enumerate(copied):
+            step, was = chain[k], chain[k].working
+            advance = max([was.advance, *(self.row.passing[k][form - 1] for form in passed.get(k, ()))])
+            working = Working(advance + kept + more, was.tape + kept, was.backward + kept)
+            options = tuple(replace(option, backward=(option.backward or 0) + kept) for option in step.options)
+            steps.append(replace(step, working=working, options=options))
+        return Plan.make(chain.with_steps(steps), knob, plan.schedule)
+
+    def _least_that_works(self) -> int:
+        """To the byte, unless it depends on where checkpoint calls are, or there are very many."""
+        row = self.row
+        low = high = max(row.peak, least_budget(self._bare))
+        while self._within(high) is None:
+            low, high = high, high + 1 + high // 8
+        while any((*row.kept, *row.copied, *row.unheld)) and high - low > high // 100:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._within(middle) else (middle, high)
+        return high
+
+
+# --- what a row was found to cost, kept for the next call with the same layers and an input of the same form
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _signature(layers: list[Layer], x: Any) -> Hashable:
+    """Everything that what layers cost may depend on, but for the numbers in their tensors."""
+    leaves, form = tree_flatten(x)
+    return (
+        tuple(_identity(layer) for layer in layers),
+        tuple(_module_form(module) for layer in layers for module in _modules(layer)),
+        str(form),
+        tuple(_leaf_form(leaf) for leaf in leaves),
+        tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        torch.get_default_dtype(),
+    )
+
+
+def _identity(layer: Layer) -> Hashable:
+    """A method is made anew each time it is looked up: it is known by its object and its function."""
+    if isinstance(layer, types.MethodType):
+        return id(layer.__self__), id(layer.__func__)
+    return id(layer)
+
+
+def _modules(layer: Any) -> Iterator[nn.Module]:
+    """Modules that the layer is, or holds directly."""
+    if isinstance(layer, nn.Module):
+        yield from layer.modules()
+    elif isinstance(layer, types.MethodType):
+        yield from _modules(layer.__self__)
+    elif isinstance(layer, functools.partial):
+        for part in (layer.func, *layer.args, *layer.keywords.values()):
+            yield from _modules(part)
+    elif isinstance(layer, types.FunctionType):
+        for cell in layer.__closure__ or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:  # not bound yet
+                continue
+            if isinstance(held, nn.Module):
+                yield from held.modules()
+
+
+def _module_form(module: nn.Module) -> Hashable:
+    parameters = tuple(None if p is None else (p.requires_grad, p.dtype, p.device) for p in module._parameters.values())
+    return id(module), module.training, parameters
+
+
+def _leaf_form(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        strides = leaf.stride() if leaf.layout is torch.strided else ()
+        return leaf.shape, strides, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad
+    return leaf if isinstance(leaf, _PLAIN) else id(leaf)
+
+
+def _anchors(layers: list[Layer]) -> list[Any]:
+    """The objects whose identities are in the signature of these layers."""
+    things: list[Any] = []
+    for layer in layers:
+        if isinstance(layer, types.MethodType):
+            things += [layer.__self__, layer.__func__]
+        elif not isinstance(layer, types.MethodDescriptorType):  # such as torch.Tensor.tanh, which is there for good
+            things.append(layer)
+    return things
+
+
+_measured: Cache[LayerPlans] = Cache(_MOST_ROWS)
+
+
+def _costs(row: list[Layer], x: Any, *, forms: bool = True) -> LayerPlans | None:
+    """What the layers cost; None as long as one has parameters without a shape, which the plain run would make."""
+    key = (forms, _signature(row, x))
+    plans = _measured.get(key)
+    if plans is None:
+        if any(is_lazy(p) for layer in row if isinstance(layer, nn.Module) for p in layer.parameters()):
+            return None
+        plans = LayerPlans(measure_layers(row, x, forms=forms))
+        _measured.put(key, plans, _anchors(row))
+    return plans

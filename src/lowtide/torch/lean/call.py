@@ -1,0 +1,323 @@
+"""`lean(fn, *args)`: drop from a function's tape what is cheap to make again from the rest of it.
+
+The first call of a kind runs under a trace (`trace.py`), from which a minimum cut decides what is kept
+(`graph.py`). Later ones have a pair of saved-tensor hooks and nothing else: the pack hook knows by its count what
+to drop, the unpack hook makes it again (`tape.py`). Same kernels, same inputs: the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from lowtide.checks import function as check_function
+from lowtide.errors import InputError
+from lowtide.sizes import parse_budget
+from lowtide.torch.lean.graph import LeanGraph, LeanPoint, LeanSize, sizes_in_bits
+from lowtide.torch.lean.guards import Guards
+from lowtide.torch.lean.tape import Doubt, LeanTape
+from lowtide.torch.lean.trace import Tracer, tracing
+from lowtide.torch.memory import recording
+from lowtide.torch.memory.cache import Cache
+
+Result = TypeVar("Result")
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_hooks_are_on = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # it has no stub
+_transformed = torch._C._functorch.peek_interpreter_stack
+_compiling = torch.compiler.is_compiling
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+_MOST_KINDS = 2048  # of calls that are remembered
+_MOST_VARIANTS = 8  # of one kind of call, depending on numbers
+_MISFITS_BEFORE_TRACING = 3  # calls in a row that do not go as they were traced, after which the next one is traced
+_MOST_TRACINGS_FOR_MISFITS = 3  # of one kind of call; after that, those that do not fit keep everything
+
+
+def lean(
+    function: Callable[..., Result], *args: Any, tape: int | str | LeanSize | None = None, **kwargs: Any
+) -> Result:
+    """Call `function(*args, **kwargs)` and keep a smaller tape: what is cheap to make again is not kept.
+
+    Results and gradients are those of the plain call to the last bit. The function itself is not run again: single
+    operations are, in the backward, from what is kept. A call that does not go as the traced one did keeps everything.
+
+    Args:
+        function: what to call: a module, a method or any other function.
+        args: its arguments.
+        tape: most bytes to keep: 67108864, "64MiB", or "50%" of the plain tape. The fastest way to do so is taken. None
+            drops everything that takes no matrix product, attention, convolution or random draw to make again.
+        kwargs: more arguments of the function.
+
+    Raises:
+        BudgetError: no smaller tape of that size can be had; it names the least that works.
+    """
+    if _compiling() or not torch.is_grad_enabled() or recording.runs_plainly() or _steps_aside():
+        return function(*args, **kwargs)
+    check_function(function, "function")
+    _check_tape(tape)
+    found = look_up(function, args, kwargs)
+    if not found.guards.is_plain:
+        return function(*args, **kwargs)
+    result: Result = found.kind.call(function, args, kwargs, found, tape)
+    return result
+
+
+def lean_frontier(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[LeanPoint, ...]:
+    """Every tape that `lean` can keep for such a call, from the largest and fastest to the smallest.
+
+    The function is called once, with a trace; its result is dropped.
+    """
+    check_function(function, "function")
+    with torch.enable_grad():
+        if _steps_aside():
+            raise InputError("lean_frontier cannot trace inside a transform, another lean call or a fake mode")
+        return _graph_of(function, args, kwargs).points()
+
+
+def lean_menu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[LeanPoint]:
+    """Like `lean_frontier`, points that do not depend on measured times: for plans that are run elsewhere."""
+    return _graph_of(function, args, kwargs).menu()
+
+
+def _graph_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LeanGraph:
+    found = look_up(function, args, kwargs)
+    return found.kind.traced(function, args, kwargs, found)
+
+
+def can_lean(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether `lean` would do anything here."""
+    return not _steps_aside() and Guards(function, args, kwargs).is_plain
+
+
+class FoundCall(NamedTuple):
+    """What a call depends on, the kind of call that it is, and its variant; None if that was not traced yet."""
+
+    guards: Guards
+    kind: _Kind
+    variant: _Variant | None
+
+
+def look_up(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FoundCall:
+    """What is known about such a call."""
+    guards = Guards(function, args, kwargs)
+    kind = _kinds.get(guards.key)
+    if kind is None:
+        kind = _kinds.setdefault(guards.key, _Kind(_name_of(function)), guards.anchors)
+    return FoundCall(guards, kind, kind.variant(guards.numbers))
+
+
+class Lean(nn.Module):
+    """A module whose tape is lean: the same parameters, the same `state_dict`, the same results.
+
+    Args:
+        module: what to call. It is shared, not copied.
+        tape: see `lean`.
+    """
+
+    def __init__(self, module: nn.Module, *, tape: int | str | None = None) -> None:
+        if not isinstance(module, nn.Module):
+            raise InputError(f"module is a {type(module).__name__}; give an nn.Module, or use lean for a function")
+        _check_tape(tape)
+        super().__init__()
+        object.__setattr__(self, "_module", module)
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            object.__setattr__(self, shared, getattr(module, shared))
+        self.training = module.training
+        self.tape = tape
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns; its tape is lean."""
+        return lean(self._module, *args, tape=self.tape, **kwargs)
+
+    def train(self, mode: bool = True) -> Lean:
+        """Set the mode of the module and of this one."""
+        self._module.train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the module, with its names."""
+        return self._module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what the module's own `state_dict` returned."""
+        return self._module.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._module._load_from_state_dict(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What the module has is the module's.
+        module = self.__dict__.get("_module")
+        if module is not None and name not in self.__dict__ and name in module.__dict__:
+            setattr(module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_module":  # a copy that is being made
+                raise
+            return getattr(self._module, name)
+
+    def extra_repr(self) -> str:
+        """What `repr` shows beside the submodules."""
+        return f"{type(self._module).__name__}, tape={self.tape!r}"
+
+
+def _check_tape(tape: int | str | LeanSize | None) -> None:
+    if tape is not None and not isinstance(tape, LeanSize) and (tape != 0 or isinstance(tape, bool)):
+        parse_budget(tape, 2**40)
+
+
+def _steps_aside() -> bool:
+    """In a transform, with fake tensors, where hooks are not allowed, or in another lean call, which covers it."""
+    if _transformed() is not None or torch._C._get_dispatch_mode(_FAKE) is not None or not _hooks_are_on():
+        return True
+    top = _top_hooks(False)
+    return top is not None and isinstance(getattr(top[1], "__self__", None), LeanTape)
+
+
+class _Variant:
+    """Calls of a kind that do the same operations: those with these numbers, but for some that make no difference."""
+
+    def __init__(self, numbers: list[Any], graph: LeanGraph) -> None:
+        self._numbers = numbers
+        self._free: set[int] = set()  # places of numbers that may be any
+        self.graph = graph
+        self.doubt = Doubt()  # if something else came out, a call is traced before this is used again
+
+    def is_for(self, numbers: list[Any]) -> bool:
+        """Whether calls with these numbers are such."""
+        if self.doubt.is_raised:
+            return False
+        if numbers == self._numbers:
+            return True
+        if not self._free or len(numbers) != len(self._numbers):
+            return False
+        pairs = enumerate(zip(numbers, self._numbers, strict=True))
+        return all(now == then or place in self._free for place, (now, then) in pairs)
+
+    def takes_in(self, numbers: list[Any], graph: LeanGraph) -> bool:
+        """Whether a call with other numbers did the same operations; those that differ are not run again any more."""
+        if len(numbers) != len(self._numbers):
+            return False
+        pairs = enumerate(zip(numbers, self._numbers, strict=True))
+        free = self._free | {place for place, (now, then) in pairs if now != then}
+        merged = self.graph.merged(graph, numbers_differ=bool(free))
+        if merged is None:
+            return False
+        self._free = free
+        self.graph = merged
+        self.doubt.is_raised = False
+        return True
+
+
+class _Kind:
+    """All calls with one key."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._variants: list[_Variant] = []
+        self._has_warned = False
+        self._misfits = 0  # one after the other
+        self._tracings_for_misfits = 0
+
+    def variant(self, numbers: list[Any]) -> _Variant | None:
+        """The variant of calls with these numbers, if it is known."""
+        for variant in self._variants:
+            if variant.is_for(numbers):
+                return variant
+        return None
+
+    def call(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: FoundCall,
+        tape: int | str | LeanSize | None,
+    ) -> Any:
+        """Call the function with a lean tape."""
+        guards, variant = found.guards, found.variant
+        if variant is None:
+            if len(self._variants) >= _MOST_VARIANTS:
+                self._say("goes another way for each of many numbers that it is given or keeps")
+                return function(*args, **kwargs)
+            result, variant, lean_tape = self._trace(function, args, kwargs, guards)
+            lean_tape.close_traced(variant.graph.recipe(tape), guards.tensors, variant.doubt)
+            return result
+        lean_tape = LeanTape(self._name, _top_hooks(False))
+        _push_hooks(lean_tape.packing(variant.graph.recipe(tape), guards.tensors, variant.doubt), lean_tape.unpack)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _pop_hooks()
+        lean_tape.close()
+        if lean_tape.fits:
+            self._misfits = 0
+        elif lean_tape.is_outdated:
+            variant.doubt.is_raised = True
+        else:
+            self._misfits += 1
+            if self._misfits == _MISFITS_BEFORE_TRACING and self._tracings_for_misfits < _MOST_TRACINGS_FOR_MISFITS:
+                self._misfits = 0
+                self._tracings_for_misfits += 1
+                variant.doubt.is_raised = True  # it goes otherwise from now on
+            self._say("did not save what it saved when it was traced")
+        return result
+
+    def traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: FoundCall) -> LeanGraph:
+        """The graph of such a call, which is traced if none was."""
+        return (found.variant or self._trace(function, args, kwargs, found.guards)[1]).graph
+
+    def _trace(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], guards: Guards
+    ) -> tuple[Any, _Variant, LeanTape]:
+        tracer, lean_tape = Tracer(), LeanTape(self._name, _top_hooks(False))
+        _push_hooks(tracer.packing(lean_tape.keep), lean_tape.unpack)
+        try:
+            with tracing(tracer):
+                result = function(*args, **kwargs)
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):
+                error.add_note(f"{self._name} was called by lean, which needs them: call it without")
+            raise
+        finally:
+            _pop_hooks()
+        trace = tracer.trace(guards.tensors, guards.arguments)
+        graph = LeanGraph(trace, sizes_in_bits(trace, lean_tape.held))
+        variant = next((variant for variant in self._variants if variant.takes_in(guards.numbers, graph)), None)
+        if variant is None:
+            variant = _Variant(guards.numbers, graph)
+            self._variants.append(variant)
+        return result, variant, lean_tape
+
+    def _say(self, what: str) -> None:
+        recording.count(kept_whole=1)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._name} {what}: such calls keep their whole tape. Results and gradients are right; "
+                "receipts count these calls as kept_whole",
+                stacklevel=4,
+            )
+
+
+# A key knows modules by identity, and a kind holds numbers and traces only, so neither keeps a model alive.
+_kinds: Cache[_Kind] = Cache(_MOST_KINDS)
+
+
+def _name_of(function: Any) -> str:
+    if isinstance(function, nn.Module):
+        return type(function).__name__
+    return getattr(function, "__qualname__", type(function).__name__)

@@ -1,0 +1,79 @@
+"""Steps through `torch.compile`: compiled once, the same in first runs and reruns.
+
+`torch.compile` makes one program for a step with grad and another for a step without, and they need not agree in every
+bit. The first steps are tried with both. Where they agree in all of some hundred numbers, runs that keep no tape use
+the one without grad, which is faster; else they use the other and drop its tape. The results are those of the plain
+loop over the compiled step; should the programs part later, the check of reruns says so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide.torch.loops.outputs import Like, like_of
+from lowtide.torch.loops.runner import StepRunner
+from lowtide.torch.loops.step import StepFunction
+from lowtide.torch.memory import recording
+from lowtide.torch.state.bits import same_bits
+
+# Programs that differ do so in about one number of ten, so 512 that agree leave little doubt; small states take more
+# than one step to come to that many.
+_ENOUGH_NUMBERS = 512
+_MOST_COMPARED_STEPS = 16
+
+
+class _Compiled:
+    """A compiled function, and for which shapes its two programs were found to agree, or not."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.call = torch.compile(target)
+        self.agrees: dict[tuple[Like | None, ...], bool] = {}
+
+
+_compiled: weakref.WeakKeyDictionary[Callable[..., Any], _Compiled] = weakref.WeakKeyDictionary()
+
+
+def use_compiled(runner: StepRunner, target: Callable[..., Any], step: Callable[[Any], StepFunction]) -> None:
+    """Let the runner, which is at its beginning, run `step` made of the compiled `target`."""
+    if target not in _compiled:
+        _compiled[target] = _Compiled(target)
+    found = _compiled[target]
+    runner.use_step(step(found.call))
+    shapes = tuple(like_of(leaf) for leaf in runner.begin.leaves)
+    if shapes not in found.agrees:
+        found.agrees[shapes] = _agrees(runner)
+    if not found.agrees[shapes]:
+        runner.tape_always()
+
+
+def _agrees(runner: StepRunner) -> bool:
+    """Whether the first steps make the same bits with and without grad."""
+    outcomes: list[list[Any]] = []
+    for with_grad in (True, False):
+        with recording.recomputing():
+            outcomes.append(_outcome(runner, with_grad))
+        runner.restart()
+    pairs = zip(*outcomes, strict=True)
+    return all(same_bits(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor))
+
+
+def _outcome(runner: StepRunner, with_grad: bool) -> list[Any]:
+    """States and outputs of the first steps, run with grad or without, keeping no tape."""
+    seen: list[Any] = []
+    stop = min(_MOST_COMPARED_STEPS, runner.length)
+    with runner.ambient.uncached(), torch.set_grad_enabled(with_grad):
+        for k, x in enumerate(runner.inputs.rows(0, stop, [])):
+            if with_grad:
+                runner.root_state(k)
+            y = runner.run_carefully(k, x)
+            runner.detach_state()
+            new = [leaf for leaf in (*runner.state(), *runner.outputs.leaves(k, y)) if isinstance(leaf, torch.Tensor)]
+            seen += [leaf.detach().clone() for leaf in new]
+            recording.count(probe=1)
+            if k and sum(leaf.numel() for leaf in seen) >= _ENOUGH_NUMBERS:
+                break
+    return seen

@@ -1,0 +1,276 @@
+"""Plays a plan's actions on tensors, as one node of the user's graph.
+
+The forward pass is the plan's first sweep, up to its first Backward: steps run without grad, planned snapshots are
+kept, the last stretch is taped and waits. The backward plays the rest, and `pullback` takes the gradients through
+each tape. No per-step graph survives, so a step costs its own time. After the first sweep, what has changed that
+reruns would not see is refused.
+
+What an action does to tensors is the runner's business; here is decided what it does to snapshots and tapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+
+from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
+from lowtide.torch.loops.pullback import Piece, Pullback
+from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
+from lowtide.torch.memory import recording
+
+
+class Engine:
+    """A loop's snapshots and tapes, from its first step to the end of its backward.
+
+    `ahead` are its first steps, which the runner has run already; they are played by using what they left.
+    """
+
+    def __init__(self, runner: StepRunner, actions: Callable[[], Iterator[Action]], ahead: list[Ahead]) -> None:
+        self.runner = runner
+        self.ahead = ahead
+        self._actions = actions
+        self._pending: Iterator[Action] | None = None  # what the backward is to play
+        self._snapshots: dict[int, Snapshot] = {}
+        self._pieces: list[Piece] = []  # tapes that wait for their backward, end to end
+        self._connected = False  # whether the current state belongs to the graph of the last piece
+        self._pullback: Pullback | None = None
+
+    def sweep(self) -> list[Any]:
+        """Play up to the first Backward, or the first return to a snapshot; returns the leaves of the final state."""
+        actions = self._actions()
+        with self.runner.ambient.uncached():
+            for action in actions:
+                if isinstance(action, Backward | Restore):
+                    self._pending = chain([action], actions)
+                    break
+                self._play(action)
+        return self.runner.end_first_runs()
+
+    def backward(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Play the rest; returns the gradients of the differentiable start, the inputs and the captured, in a row."""
+        runner = self.runner
+        actions, self._pending = self._pending, None
+        self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
+        with runner.rerunning():
+            try:
+                if actions is None:  # a second backward through a retained graph: everything again
+                    self._resume(0, runner.begin)
+                    actions = self._actions()
+                for action in actions:
+                    self._play(action)
+            finally:
+                self._snapshots.clear()
+                self._pieces.clear()
+                self._pullback = None
+        runner.end_progress()
+        starts = [g for g, flag in zip(pullback.state, runner.first_flags, strict=True) if flag]
+        return [*starts, *pullback.xs(), *pullback.captured]
+
+    def end_at(self, length: int, actions: Callable[[], Iterator[Action]]) -> None:
+        """The loop turns out to end after `length` steps; `actions` are those that play all of it once more."""
+        self.runner.end_at(length)
+        self._actions = actions
+
+    def result_flags(self) -> list[bool]:
+        """For each result of the outputs and each part of the final state, whether it has a gradient."""
+        profile, outputs = self.runner.profile, self.runner.outputs
+        if not self._pieces:
+            return [*profile.outputs, *profile.state]
+        last = self._pieces[-1]
+        gradients = [bool(column) for column in last.outputs]
+        profile.outputs[:] = [a or b for a, b in zip(profile.outputs, gradients, strict=True)]
+        if outputs.only_last:
+            gradients = [bool(column) and column[-1][0] == self.runner.length - 1 for column in last.outputs]
+        else:
+            gradients = profile.outputs
+        return [*gradients, *(edge is not None for edge in last.ends)]
+
+    # --- actions
+
+    def _play(self, action: Action) -> None:
+        match action:
+            case Advance(start, stop):
+                self._advance(start, stop)
+            case Save(step):
+                self._snapshots[step] = self._snapshot()
+            case Restore(step):
+                self._resume(step, self._snapshots[step])
+            case Drop(step):
+                del self._snapshots[step]
+            case Tape(start, stop):
+                self._tape(start, stop)
+            case Backward(start, _):
+                self._pull(start)
+
+    def _advance(self, start: int, stop: int) -> None:
+        recording.count(plain=stop - start)
+        while self.ahead and start < stop:
+            self.ahead.pop(0)
+            start += 1
+        if start < stop:
+            self._disconnect()
+            self.runner.advance(start, stop)
+
+    def _snapshot(self) -> Snapshot:
+        if self.ahead:
+            return self.ahead[0][0]
+        self._disconnect()
+        return self.runner.snapshot()
+
+    def _disconnect(self) -> None:
+        """After a tape that stays: what follows it does not belong to its graph."""
+        if self._connected:
+            self.runner.detach_state()
+            self._connected = False
+
+    def _resume(self, step: int, snapshot: Snapshot) -> None:
+        self.runner.resume(step, snapshot)
+        self._connected = False
+
+    def _tape(self, start: int, stop: int) -> None:
+        if any(piece is None for _, piece in self.ahead[: stop - start]):
+            start = self._tape_ahead_again(start, stop)
+        while self.ahead and start < stop:
+            piece = self.ahead.pop(0)[1]
+            assert piece is not None
+            self._pieces.append(piece)
+            recording.count(taping=1)
+            start += 1
+        if start < stop:
+            # Where a tape goes on from another it is one piece: the state between needs no root of its own.
+            onto = self._pieces.pop() if self._connected else None
+            self._pieces.append(self.runner.tape(start, stop, onto=onto))
+            recording.count(taping=stop - start)
+            self.runner.check_tape(stop)
+            self._connected = True
+
+    def _tape_ahead_again(self, start: int, stop: int) -> int:
+        """Steps were run ahead, but not all of their tapes could be kept: run those once more; returns the last's end.
+
+        They are counted as runs that were not part of the plan.
+        """
+        end = start + len(self.ahead)
+        stop = min(stop, end)
+        recording.count(probe=end, taping=stop - start)
+        self.ahead.clear()
+        self.runner.restart()
+        with recording.recomputing():
+            if start:
+                self.runner.run_plainly(0, start)
+            self._pieces.append(self.runner.tape(start, stop, put=False))
+        self._connected = True
+        return stop
+
+    def _pull(self, start: int) -> None:
+        assert self._pullback is not None
+        self.runner.forget_carry()
+        self._connected = False
+        while self._pieces and self._pieces[-1].start >= start:
+            piece = self._pieces.pop()
+            self._pullback.pull(piece)
+            self.runner.pulled(piece)
+
+
+# --- the loop as a node of the user's graph
+
+
+def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
+    """Run the engine's loop; returns the final carry, and the results of outputs, as tensors of the user's graph."""
+    runner = engine.runner
+    tensors = [*runner.start_tensors(), *runner.inputs.differentiable, *runner.captured.tensors]
+    box: list[Any] = []
+    results = iter(_Loop.apply(engine, box, *tensors))  # type: ignore[no-untyped-call]  # torch's own
+    merged = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in box]
+    runner.refuse_strays()
+    count = len(runner.profile.outputs)
+    return runner.finish(merged[count:]), merged[:count]
+
+
+class _Loop(torch.autograd.Function):
+    """From the differentiable start, inputs and captured tensors to results of outputs and the final state.
+
+    `box` receives all results; those that are no tensors cannot be returned.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, box: list[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        finals = engine.sweep()
+        results = [*engine.runner.outputs.results(), *finals]
+        flags = engine.result_flags()
+        ctx.engine = engine
+        ctx.tensor_places = [k for k, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
+        ctx.total = len(results)
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        plain = [leaf for leaf, flag in zip(results, flags, strict=True) if isinstance(leaf, torch.Tensor) and not flag]
+        ctx.mark_non_differentiable(*plain)
+        recording.leave_out(results)
+        box += results
+        return tuple(leaf for leaf in results if isinstance(leaf, torch.Tensor))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors  # torch refuses here what was freed or changed in place
+        placed: list[torch.Tensor | None] = [None] * ctx.total
+        for place, grad in zip(ctx.tensor_places, grads, strict=True):
+            placed[place] = grad
+        recording.leave_out(grads)
+        if torch.is_grad_enabled():  # create_graph=True: no plan is played, and the memory is that of a plain loop
+            return (None, None, *_differentiable(ctx.engine.runner, tensors, placed))
+        found = ctx.engine.backward(placed)
+        recording.leave_out(found)
+        return (None, None, *found)
+
+
+def _differentiable(
+    runner: StepRunner, tensors: tuple[torch.Tensor, ...], grads: list[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """The plain loop run again from `tensors`, with a graph through which gradients can be differentiated."""
+    with recording.recomputing():
+        captured = runner.captured
+        # Fresh nodes for everything that is given, so that nothing runs on into how it was made; for what is captured
+        # only where one tensor was made from another, because then each function call has to be watched.
+        given = [tensor.view_as(tensor) for tensor in tensors[: len(tensors) - len(captured.tensors)]]
+        swaps = {id(tensor): tensor.view_as(tensor) for tensor in captured.tensors} if captured.dependent else {}
+        wanted = [*given, *(swaps.get(id(tensor), tensor) for tensor in captured.tensors)]
+        with captured.in_place_of(swaps):
+            results = _plain_again(runner, given)
+        pairs = [
+            (result, grad)
+            for result, grad in zip(results, grads, strict=True)
+            if grad is not None and isinstance(result, torch.Tensor) and result.requires_grad
+        ]
+        with captured.without_hooks():
+            return torch.autograd.grad(
+                [result for result, _ in pairs],
+                wanted,
+                [grad for _, grad in pairs],
+                create_graph=True,
+                allow_unused=True,
+            )
+
+
+def _plain_again(runner: StepRunner, given: list[torch.Tensor]) -> list[Any]:
+    """The whole loop with its graph, from the differentiable start leaves and inputs in `given`."""
+    rest = iter(given)
+    begin, count = runner.begin.all_leaves(), len(runner.begin.leaves)
+    start = [next(rest) if flag else leaf for leaf, flag in zip(begin, runner.first_flags, strict=True)]
+    rows = runner.inputs.connected(list(rest))
+    outputs, stepper = runner.outputs.fresh(), runner.stepper
+    with runner.ambient.again(), runner.hidden.aside(), runner.random.aside(), torch.enable_grad():
+        runner.hidden.write(runner.begin.hidden)
+        runner.hidden.replace(start[count:])
+        runner.random.restore(runner.begin.random)
+        carry = stepper.form.unflatten(start[:count])
+        for k, x in enumerate(rows):
+            carry, y = stepper.call(k, carry, x)
+            outputs.keep(k, runner.inputs.place(k), y)
+        finals = [*stepper.leaves(runner.length - 1, carry), *runner.hidden.leaves()]
+    recording.count(taping=runner.length, backward=runner.length)
+    if runner.progress is not None:
+        runner.progress.update(runner.length)
+    runner.end_progress()
+    return [*outputs.graphed(), *finals]

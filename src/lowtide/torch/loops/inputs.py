@@ -1,0 +1,158 @@
+"""What a loop hands to its steps: tensors indexed along their first axis, and `Steps`, which need not be in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from lowtide.checks import whole_number
+from lowtide.errors import InputError
+from lowtide.torch.state.trees import form_of, leaves_of
+
+# Rows are cut from their tensors in one go, which is cheaper than one by one; more of them at a time gain nothing.
+_MOST_ROWS_AT_ONCE = 64
+
+
+class Steps:
+    """One item for each step, fetched when the step runs: nothing is stacked, nothing stays in memory.
+
+    `source` is anything that can be indexed (a memmap, a dataset, a list of items), or a function of the step's index.
+    It is asked again for every rerun and must return the same item again. No gradient flows into items.
+
+    Args:
+        source: `source[k]` or `source(k)` is what step k gets: a tensor or any nested value.
+        length: the number of steps; `len(source)` if left out.
+    """
+
+    def __init__(self, source: Any, length: int | None = None) -> None:
+        self._fetch: Callable[[int], Any]
+        if hasattr(source, "__getitem__"):
+            self._fetch = source.__getitem__
+        elif callable(source):
+            self._fetch = source
+        else:
+            raise InputError(
+                f"Steps({type(source).__name__}): give something that can be indexed, or a function of the index"
+            )
+        self.length = None if length is None else whole_number(length, "Steps(length)", least=0)
+        if self.length is None and hasattr(source, "__len__"):
+            self.length = len(source)
+
+    def __getitem__(self, k: int) -> Any:
+        return self._fetch(k)
+
+    def __repr__(self) -> str:
+        return f"Steps(length={self.length})"
+
+
+class Inputs:
+    """The inputs of a whole loop, handed out by `rows`.
+
+    With `reverse`, step k gets the k-th item from the end, as in `jax.lax.scan`; `place(k)` is that item's index.
+    Tensors that need a gradient are in `differentiable`.
+    """
+
+    def __init__(self, xs: Any, length: int | None, reverse: bool, argument: str = "xs") -> None:
+        self._form = form_of(xs)
+        leaves = self._form.flatten(xs)
+        names = self._form.names(argument)
+        lengths = {name: _length(leaf, name) for leaf, name in zip(leaves, names, strict=True)}
+        self.length = _common_length(lengths, length, argument)
+        self._last = self.length - 1 if reverse else None
+        self._sources: list[Any] = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._single = self._sources[0] if type(self._form.unflatten(self._sources)) is torch.Tensor else None
+        self.tensors = [
+            (name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)
+        ]
+        self.differentiable = [leaf for _, leaf in self.tensors if leaf.requires_grad]
+        self._wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+        self._names = names
+
+    def place(self, k: int) -> int:
+        """Which item step k gets, and where its output goes."""
+        return k if self._last is None else self._last - k
+
+    def rows(self, start: int, stop: int, leaves: list[torch.Tensor] | None = None) -> Iterator[Any]:
+        """What steps [start, stop) get, one after the other, apart from every graph.
+
+        With `leaves`, what is differentiable needs a gradient, and is appended there as its step comes up.
+        """
+        for low in range(start, stop, _MOST_ROWS_AT_ONCE):
+            high = min(low + _MOST_ROWS_AT_ONCE, stop)
+            if self._single is not None and (leaves is None or not self.differentiable):
+                yield from self._column(self._single, low, high)
+                continue
+            if not self._sources:
+                for _ in range(low, high):
+                    yield self._form.unflatten(())
+                continue
+            for items in zip(*(self._column(source, low, high) for source in self._sources), strict=True):
+                if leaves is not None and self.differentiable:
+                    for item, wanted in zip(items, self._wanted, strict=True):
+                        if wanted:
+                            leaves.append(item.requires_grad_())
+                yield self._form.unflatten(items)
+
+    def _column(self, source: Any, low: int, high: int) -> Iterable[Any]:
+        """The items of one source for steps [low, high); tensors are split in one go, which is cheap."""
+        first, last = self.place(low), self.place(high - 1)
+        if not isinstance(source, Steps):
+            items: tuple[torch.Tensor, ...] = source[min(first, last) : max(first, last) + 1].unbind(0)
+            return items if first <= last else reversed(items)
+        onward = 1 if first <= last else -1
+        return (self._item(source, place) for place in range(first, last + onward, onward))
+
+    def _item(self, source: Steps, place: int) -> Any:
+        item = source[place]
+        for leaf in leaves_of(item):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                raise InputError(
+                    f"item {place:,} of Steps needs a gradient, which cannot reach it; give a stacked tensor as xs, "
+                    "or detach the items"
+                )
+        return item
+
+    def connected(self, xs: list[torch.Tensor]) -> Iterator[Any]:
+        """What all steps get, with the differentiable tensors replaced by `xs` and their graphs kept."""
+        replacements = iter(xs)
+        sources = [
+            next(replacements).unbind(0) if wanted else source
+            for source, wanted in zip(self._sources, self._wanted, strict=True)
+        ]
+        for k in range(self.length):
+            yield self._form.unflatten([source[self.place(k)] for source in sources])
+
+    def blank(self) -> Any:
+        """Zeros of the shape that a step would get, for a loop of no steps."""
+        if any(isinstance(source, Steps) for source in self._sources):
+            raise InputError("Steps of length 0 do not say what a step gets, so the outputs' shapes cannot be known")
+        return self._form.unflatten([source.new_zeros(source.shape[1:]) for source in self._sources])
+
+
+def _common_length(lengths: dict[str, int | None], length: int | None, argument: str) -> int:
+    """The number of steps on which all that say one agree; `length` is what the caller says."""
+    known = {name: size for name, size in lengths.items() if size is not None}
+    if length is not None:
+        known["length"] = whole_number(length, "length", least=0)
+    if not known:
+        raise InputError(f"how many steps? give length=, or {argument} with tensors or Steps that have a length")
+    if len(set(known.values())) > 1:
+        sizes = ", ".join(f"{name}: {size:,}" for name, size in known.items())
+        raise InputError(f"unequal numbers of steps ({sizes}); give all of them the same first axis")
+    return next(iter(known.values()))
+
+
+def _length(leaf: Any, name: str) -> int | None:
+    """The number of steps that one of the inputs is for; None for `Steps` that do not say."""
+    if isinstance(leaf, Steps):
+        return leaf.length
+    if not isinstance(leaf, torch.Tensor):
+        raise InputError(
+            f"{name} is a {type(leaf).__name__}; give tensors with the steps along their first axis, "
+            "or wrap what is to be indexed by step in lowtide.torch.Steps"
+        )
+    if leaf.dim() == 0:
+        raise InputError(f"{name} has no axis to take steps along; give a tensor with the steps along its first axis")
+    return leaf.shape[0]

@@ -1,0 +1,109 @@
+"""A loop's step as `lean` calls it: with everything in sight that the step reads beside its arguments.
+
+A step may keep state in its modules, and find modules through globals or objects of the user's own. All of that decides
+what autograd saves, so it is given to `lean` with the arguments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.torch.lean.call import lean
+from lowtide.torch.lean.guards import Guards
+from lowtide.torch.memory.tracker import key_of, tensors_of
+from lowtide.torch.state.hidden import Hidden
+
+_holders: Callable[[int], int] = torch._C._storage_Use_Count
+_one = torch.empty(1)
+_ALONE = _holders(key_of(_one)) - 1  # what Python adds
+# By what is known of a step: the most bytes that one needed while it ran and not afterwards. Kept from loop to loop,
+# because a later one may find all of its steps traced; `room` clears it when it is full.
+_rooms: dict[tuple[object, ...], int] = {}
+_MOST_ROOMS = 512
+
+
+class LeanStep:
+    """`f(carry, x)` with a lean tape; `target` is what the user calls it."""
+
+    def __init__(self, f: Callable[[Any, Any], Any], hidden: Hidden, target: Any) -> None:
+        def step(carry: Any, x: Any, *_: Any) -> Any:
+            return f(carry, x)
+
+        step.__qualname__ = f"a step of {getattr(target, '__qualname__', type(target).__name__)}"
+        self._step = step
+        self._kind: object = getattr(target, "__code__", type(target))
+        self._hidden = hidden
+        self._modules: list[nn.Module] = []
+        self._known = 0
+        self._held: set[int] | None = None  # None: nobody asks
+        self._numbers: list[list[Any]] = []
+        self.varies = False  # whether numbers that the step depends on were seen to change from one step to the next
+
+    def __call__(self, carry: Any, x: Any) -> Any:
+        """Run a step."""
+        state = self._hidden.leaves()
+        if self._held is None:
+            return lean(self._step, carry, x, state, self._roots())
+        self._compare_numbers(carry, x)
+        given = tensors_of((carry, state))
+        before = _others(given)
+        result = lean(self._step, carry, x, state, self._roots())
+        after = _others([*given, *tensors_of((result, self._hidden.leaves()))])
+        self._held |= {key for key, others in after.items() if others > before.get(key, 0)}
+        return result
+
+    def _compare_numbers(self, carry: Any, x: Any) -> None:
+        # Apart, because a state that begins as a number and becomes a tensor is no number that varies.
+        now = [Guards(_nothing, (carry, x), {}).numbers, Guards(self._step, (self._roots(),), {}).numbers]
+        rows = zip(self._numbers, now, strict=False)
+        self.varies |= any(len(old) == len(new) and old != new for old, new in rows)
+        self._numbers = now
+
+    def _roots(self) -> list[nn.Module]:
+        """The modules that take part and are in no other."""
+        modules = self._hidden.modules
+        if len(modules) != self._known:
+            self._known = len(modules)
+            inside = {id(child) for module in modules for child in module.modules() if child is not module}
+            self._modules = [module for module in modules if id(module) not in inside]
+        return self._modules
+
+    @contextmanager
+    def watched(self, held: set[int]) -> Iterator[None]:
+        """Inside, storages of the state before a step and of its results go into `held` if its tape holds them.
+
+        Not by hooks around the call: a lean tape that hands over what it keeps holds it longer in the backward.
+        """
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = None
+
+    def room(self, forms: tuple[Any, ...], seen: int) -> int:
+        """The most bytes that a step of these forms was ever seen to need while it ran, and no longer afterwards.
+
+        A step that is traced holds its whole tape as long as it runs. Where numbers vary, later steps may be traced, so
+        there has to be room for it even if the steps seen now were traced before.
+        """
+        key = (self._kind, *forms)
+        if key not in _rooms and len(_rooms) >= _MOST_ROOMS:
+            _rooms.clear()
+        _rooms[key] = max(seen, _rooms.get(key, 0))
+        return _rooms[key]
+
+
+def _others(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """For each storage of the tensors, how many hold it beside them."""
+    known = Counter(key_of(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    return {key: _holders(key) - _ALONE - count for key, count in known.items()}
+
+
+def _nothing() -> None:
+    """Depends on its arguments only."""

@@ -1,0 +1,571 @@
+"""Runs a loop's steps from its current state: plainly, or under grad with their tape. It knows no plan.
+
+The current state is a carry, hidden state in the modules themselves, and random generators. Every step has one first
+run, whose output is handed over and whose carry is checked; all others are reruns, compared with it. What belongs to
+the state, and what steps close over, is learned from the first steps, which `probe` runs before there is a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from lowtide.errors import CheckpointError, InputError
+from lowtide.interface.progress import Progress
+from lowtide.torch.loops.inputs import Inputs
+from lowtide.torch.loops.outputs import Outputs
+from lowtide.torch.loops.pullback import LoopParts, Piece, Profile, Pullback, Shared
+from lowtide.torch.loops.step import StepFunction, Stepper
+from lowtide.torch.memory import recording
+from lowtide.torch.state.ambient import Ambient, Mark, Randomness
+from lowtide.torch.state.bits import Repeats
+from lowtide.torch.state.capture import (
+    Captured,
+    Walk,
+    Watch,
+    edge_of,
+    edge_set,
+    edges_of,
+    has_gradient,
+    is_differentiable,
+    now,
+)
+from lowtide.torch.state.hidden import Hidden, HiddenState
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state before a step: the carry's leaves, hidden state, random states."""
+
+    leaves: list[Any]
+    hidden: HiddenState
+    random: Mark
+
+    def all_leaves(self) -> list[Any]:
+        """The leaves of carry and hidden state in a row; a place in it is a position."""
+        return [*self.leaves, *self.hidden.leaves()]
+
+
+# A step that was run before there was a plan: the state before it, and its tape if that was kept.
+Ahead = tuple[Snapshot, Piece | None]
+
+
+class StepRunner:
+    """The steps of one loop, and its current state."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        inputs: Inputs,
+        outputs: Outputs,
+        hidden: Hidden,
+        randomness: Randomness,
+        ambient: Ambient,
+        *,
+        progress: Progress | None = None,
+        check_rerun: bool | None = False,
+        advance_with_grad: bool = False,
+    ) -> None:
+        self.stepper = stepper
+        self.inputs = inputs
+        self.outputs = outputs
+        self.hidden = hidden
+        self.random = randomness
+        self.ambient = ambient
+        self.length = inputs.length
+        self.progress = progress
+        self._tapes_always = advance_with_grad  # run steps with grad even where no tape is kept
+        self._repeats = Repeats(always=check_rerun is True, never=check_rerun is None)
+        self._walk = Walk(always=check_rerun is True)
+
+        # What the first steps teach.
+        self.captured = Captured()
+        self.profile = Profile([], [])
+        self.first_flags: list[bool] = []  # which positions of the state before step 0 have a gradient
+        self.shared = Shared()
+        self._parts = LoopParts(inputs, outputs, self.captured, self.profile, self.shared)
+        self._learning = True
+
+        # The current state; a part of it is in the modules themselves.
+        self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in stepper.init]
+        self.carry = stepper.form.unflatten(self.leaves)
+        self.last_output: list[Any] = []  # of the step that was taped last
+        self.begin = Snapshot(self.leaves, HiddenState(), randomness.start)
+
+        self._first_runs = True  # until the first sweep is over
+        self._put_already = 0  # outputs of steps below this have been handed over
+        self._draws = False  # whether first runs drew random numbers
+
+    # --- the current state
+
+    def state(self) -> list[Any]:
+        """The leaves of the current state, by position."""
+        return [*self.leaves, *self.hidden.leaves()]
+
+    def _position_names(self) -> list[str]:
+        return [*self.stepper.names, *self.hidden.names()]
+
+    def snapshot(self) -> Snapshot:
+        """The current state, to come back to."""
+        mark = self.random.mark() if self._first_runs or self._draws else self.random.start
+        return Snapshot(self.leaves, self.hidden.read(), mark)
+
+    def resume(self, step: int, snapshot: Snapshot) -> None:
+        """Make the state at `step` the current one."""
+        self._set_carry(snapshot.leaves)
+        self.hidden.write(snapshot.hidden)
+        if step and self.shared.stays:
+            self.shared.resumed(step, self.state())
+        if self._draws:
+            self.random.restore(snapshot.random)
+
+    def restart(self) -> None:
+        """Put everything back to where the loop began."""
+        self.hidden.undo()
+        self.random.restore(self.random.start)
+        self._set_carry(self.begin.leaves)
+        self.last_output = []
+
+    def forget_carry(self) -> None:
+        """There is no current state: the next is one that is resumed."""
+        self.leaves, self.carry = [], None
+
+    def _set_carry(self, leaves: list[Any]) -> None:
+        self.leaves = leaves
+        self.carry = self.stepper.form.unflatten(leaves)
+
+    def detach_state(self) -> None:
+        """Cut the current state off the graph that made it."""
+        before = self.state() if self.shared.stays else []
+        # A tensor that sits in several places stays one tensor.
+        detached = {id(leaf): leaf.detach() for leaf in self.leaves if isinstance(leaf, torch.Tensor)}
+        self._set_carry([detached.get(id(leaf), leaf) for leaf in self.leaves])
+        self.hidden.replace([leaf.detach() if has_gradient(leaf) else leaf for leaf in self.hidden.leaves()])
+        if self.shared.stays:
+            self.shared.moved(before, self.state())
+
+    def root_state(self, k: int) -> list[torch.Tensor | None]:
+        """Make the current state, that of step k, the root of a graph to come; returns its leaves by position."""
+        before, count = self.state(), len(self.leaves)
+        # A tensor that sits at several positions is one leaf, so that all it receives is added in one place.
+        starts: list[torch.Tensor | None] = []
+        roots: dict[int, torch.Tensor] = {}
+        for leaf, flag in zip(before, self._root_flags(k, len(before)), strict=True):
+            if flag and is_differentiable(leaf) and id(leaf) not in roots:
+                roots[id(leaf)] = leaf.detach().requires_grad_()
+            starts.append(roots.get(id(leaf)))
+        self._set_carry([old if new is None else new for old, new in zip(self.leaves, starts[:count], strict=True)])
+        if any(start is not None for start in starts[count:]):
+            # What a step changes in place must not be a leaf.
+            rows = zip(before[count:], starts[count:], self.hidden.in_place(), strict=True)
+            self.hidden.replace([old if new is None else new.clone() if p else new for old, new, p in rows])
+        if self.shared.stays:
+            self.shared.moved(before, self.state())
+        return starts
+
+    def _root_flags(self, k: int, positions: int) -> list[bool]:
+        """For each position of the state before step k, whether gradients may flow through it."""
+        flags = self.first_flags if k == 0 else self.profile.state
+        if len(flags) == positions:
+            return flags
+        # Hidden state of another form than usual.
+        return [True] * len(self.leaves) + [not changed for changed in self.hidden.in_place()]
+
+    # --- running steps without tape
+
+    def advance(self, start: int, stop: int) -> None:
+        """Run steps [start, stop), keeping nothing but the state."""
+        run = self._run_dropping_tapes if self._tapes_always else self.run_plainly
+        outputs = run(start, stop)
+        if not self._repeats.always:  # else that was done at every step
+            self._note_repeat(stop, outputs)
+
+    def run_plainly(self, start: int, stop: int) -> list[Any]:
+        """Run steps [start, stop) without grad; returns the leaves of the last one's output."""
+        f, carry, always, stays = self.stepper.f, self.carry, self._repeats.always, self.shared.stays
+        watch = self.stepper.watching(self.leaves) if self._first_runs else None
+        k, take = start, self._take if self._first_runs else None
+        try:
+            with torch.no_grad():
+                for x in self.inputs.rows(start, stop):
+                    carry, y = f(carry, x)
+                    if watch is not None:
+                        watch(k, carry)
+                    if take is not None:
+                        take(k, y)
+                    if stays:
+                        self.shared.ran(k, self.outputs.leaves(k, y))
+                    if always:
+                        self.leaves = self.stepper.leaves(k, carry)
+                        self._note_repeat(k + 1, self.outputs.leaves(k, y))
+                    k += 1
+        except Exception:
+            self._find_bad_carry(carry)  # was it because of what the step before returned?
+            raise
+        self._find_bad_carry(carry)
+        self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
+        outputs = self.outputs.leaves(stop - 1, y)
+        self.shared.note(stop, self.state(), outputs)
+        return outputs
+
+    def _run_dropping_tapes(self, start: int, stop: int) -> list[Any]:
+        """The same for steps that pick other kernels without grad: with tapes, which are dropped at once."""
+        f = self.stepper.taping
+        with torch.enable_grad():
+            for k, x in enumerate(self.inputs.rows(start, stop, []), start):
+                self.root_state(k)
+                self.carry, y = f(self.carry, x)
+                self.leaves = self.stepper.leaves(k, self.carry)
+                outputs = self.outputs.leaves(k, y)
+                if self.shared.stays:
+                    self.shared.ran(k, outputs)
+                if self._first_runs:
+                    self._put(k, outputs)
+                if self._repeats.always:
+                    self._note_repeat(k + 1, outputs)
+        self.shared.note(stop, self.state(), outputs)
+        self.detach_state()
+        return outputs
+
+    def run_carefully(self, k: int, x: Any) -> Any:
+        """Run step k with every check, in the grad mode that is on; returns its output."""
+        self.carry, self.leaves, y = self.stepper.run(k, self.carry, self.leaves, x)
+        return y
+
+    def _find_bad_carry(self, carry: Any) -> None:
+        """Say at which step the carry got another form, if it has one.
+
+        To look at every step would take longer than many a step does, so only the last carry of a run is looked at; if
+        it is wrong, the loop is run once more, with care.
+        """
+        if self._first_runs and not self.stepper.fits(carry):
+            self.restart()
+            self._first_step_where(lambda: False)
+
+    def _first_step_where(self, happened: Callable[[], bool]) -> int:
+        """Run from the start with care, keeping nothing, until `happened()`; returns that step."""
+        with torch.no_grad():
+            for k, x in enumerate(self.inputs.rows(0, self.length)):
+                self.run_carefully(k, x)
+                recording.count(probe=1)
+                if happened():
+                    return k
+        return self.length - 1
+
+    # --- running steps with their tape
+
+    def tape(self, start: int, stop: int, *, put: bool | None = None, onto: Piece | None = None) -> Piece:
+        """Run steps [start, stop) from the current state under grad; `last_output` is left with the last one's.
+
+        The outputs of first runs are handed over, unless `put` says that somebody else does it. With `onto`, the piece
+        that ends here, the result is that piece made longer.
+        """
+        put = self._first_runs if put is None else put
+        with torch.enable_grad(), self.captured.in_place_of():
+            piece = self._begun(start) if onto is None else onto
+            # Most of all runs are reruns with one tensor for an output. Of those only the edge is noted, once the first
+            # output of the piece was seen to have that form.
+            note = self._noting(piece, put=put) if self._first_runs or not self._wants_only_edges() else None
+            column = piece.outputs[0] if note is None and piece.outputs else None
+            f, walk, counts, xs = self.stepper.taping, self._walk, self._walk.node_counts, piece.xs
+            k, carry, last = start, self.carry, self.length - 1
+            due, mark = walk.next_due(k, last), now()
+            for x in self.inputs.rows(start, stop, xs):
+                ends = None
+                if k == due:
+                    ends, due = self._graph_ends(k, carry, xs), walk.next_due(k + 1, last)
+                carry, y = f(carry, x)
+                if column is not None:
+                    if y.requires_grad:
+                        column.append((k, edge_of(y)))
+                elif note is not None:
+                    note(k, carry, y)
+                else:
+                    column = self._first_edge(piece, k, y)
+                began, mark = mark, now()
+                if ends is not None or mark - began not in counts:
+                    self._check_graph(piece, k, carry, y, ends, began)
+                k += 1
+            self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
+        self._end_piece(piece, stop, y)
+        return piece
+
+    def _begun(self, start: int) -> Piece:
+        """A piece of no steps yet, from the current state, which becomes its root."""
+        since = now()  # before the root is made: nodes that this takes are the piece's own
+        return Piece(start, start, since, self.root_state(start), [], [], [])
+
+    def _end_piece(self, piece: Piece, stop: int, y: Any) -> None:
+        """The piece ends at `stop`, whose state is current; `y` is the output of its last step."""
+        self.last_output = self.outputs.leaves(stop - 1, y)
+        state = self.state()
+        self.shared.note(stop, state, self.last_output)
+        piece.stop, piece.ends = stop, edges_of(state)
+
+    def _wants_only_edges(self) -> bool:
+        """Whether nothing has to be known of a rerun's output but where its cotangent enters."""
+        outputs = self.outputs
+        return outputs.is_tensor and not (self._repeats.always or outputs.in_step_order or self.shared.stays)
+
+    def _first_edge(self, piece: Piece, k: int, y: Any) -> list[tuple[int, GradientEdge]]:
+        """Note the edge of the first output of a piece, a single tensor; returns where those of the others go."""
+        [leaf] = self.outputs.leaves(k, y)
+        piece.outputs = [[(k, edge_of(leaf))] if leaf.requires_grad else []]
+        return piece.outputs[0]
+
+    def _noting(self, piece: Piece, *, put: bool) -> Callable[[int, Any, Any], None]:
+        """What is done with the carry and the output of each step of a piece, where more is wanted than edges."""
+        outputs, in_order, stays = self.outputs, self.outputs.in_step_order, self.shared.stays
+        checks = self._repeats.always and not self._learning  # not before it is known what the state consists of
+        watch = self.stepper.watching(self.leaves) if put else None
+
+        def note(k: int, carry: Any, y: Any) -> None:
+            if watch is not None:
+                watch(k, carry)
+            leaves = outputs.leaves(k, y)
+            if stays:
+                self.shared.ran(k, leaves)
+            if put:
+                self._put(k, leaves)
+            if checks:
+                self.leaves = self.stepper.leaves(k, carry)
+                self._note_repeat(k + 1, leaves)
+            if not piece.outputs:
+                piece.outputs = [[] for _ in leaves]
+            for leaf, column in zip(leaves, piece.outputs, strict=True):
+                if has_gradient(leaf):
+                    # A running sum adds an output as soon as its step is over. A view made here, the last node of the
+                    # step, is pulled back when that addition would be: after all that later steps add to the output.
+                    # At the bare output, the cotangent would be there before any of that.
+                    column.append((k, edge_of(leaf.view_as(leaf) if in_order else leaf)))
+
+        return note
+
+    def _graph_ends(self, k: int, carry: Any, xs: list[torch.Tensor]) -> set[GradientEdge]:
+        """Where the graph of step k, which is about to run from `carry`, may end."""
+        given = xs[len(xs) - len(self.inputs.differentiable) :]
+        return edge_set([*self.stepper.leaves(k - 1, carry), *self.hidden.leaves(), *given])
+
+    def _check_graph(
+        self, piece: Piece, k: int, carry: Any, y: Any, ends: set[GradientEdge] | None, began: int
+    ) -> None:
+        """Refuse step k, which has just run, if its graph reaches what is neither given nor captured."""
+        mark = now()
+        if ends is None:  # not foreseen: all the way back to where the piece began
+            ends, began = edge_set([*piece.starts, *piece.xs]), piece.since
+        results = [*self.stepper.leaves(k, carry), *self.hidden.leaves(), *self.outputs.leaves(k, y)]
+        self._walk.check(k, results, ends.union(self.captured.edges), began)
+        self._walk.node_counts.add(mark - began)
+
+    def check_tape(self, stop: int) -> None:
+        """Compare the end of a tape with first runs, or take note of it; the last output is let go."""
+        self._note_repeat(stop, self.last_output)
+        self.last_output = []
+
+    # --- first runs and reruns
+
+    def _put(self, k: int, outputs: list[Any]) -> None:
+        """Hand over the output of step k's first run; one that was handed over before is let go."""
+        if k >= self._put_already:
+            self._put_already = k + 1
+            self.outputs.put(k, self.inputs.place(k), outputs)
+            if self.progress is not None:
+                self.progress.update(1)
+
+    def _take(self, k: int, y: Any) -> None:
+        """`_put` for the output of a step that ran without grad."""
+        if k >= self._put_already:
+            self._put_already = k + 1
+            self.outputs.take(k, self.inputs.place(k), y)
+            if self.progress is not None:
+                self.progress.update(1)
+
+    def _note_repeat(self, step: int, outputs: list[Any]) -> None:
+        self._repeats.note(step, [*self.state(), *outputs], first=self._first_runs)
+
+    def end_first_runs(self) -> list[Any]:
+        """From here on every run is a rerun; returns the leaves of the final state."""
+        self._draws = self.random.mark() is not self.random.start
+        self._first_runs = False
+        finals = self.state()
+        self.forget_carry()
+        return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in finals]
+
+    @contextmanager
+    def rerunning(self) -> Iterator[None]:
+        """Inside, steps find what first runs found; afterwards modules and generators are as they were before."""
+        aside = self.random.aside() if self._draws else nullcontext()
+        with self.ambient.again(), self.hidden.aside(), aside, recording.recomputing():
+            yield
+
+    def refuse_strays(self) -> None:
+        """Refuse a loop in which a captured tensor, or state that is not carried, was changed; say at which step."""
+        if changed := self.captured.changed():
+            raise CheckpointError(
+                f"the steps change {', '.join(changed)} in place, so reruns would not repeat; change it after the "
+                "backward"
+            )
+        strays = self.hidden.strays()
+        if not strays:
+            return
+        self.restart()
+        step = self._first_step_where(lambda: bool(self.hidden.strays()))
+        raise CheckpointError(
+            f"step {step:,} is the first to change {', '.join(strays)}, and reruns would not see it; what steps change "
+            f"is learned from the first ones, so name it: hidden=({strays[0]!r},)"
+        )
+
+    # --- what the backward asks
+
+    def start_tensors(self) -> list[torch.Tensor]:
+        """The tensors with a gradient in the state before the first step."""
+        carry = [leaf for leaf in self.stepper.init if has_gradient(leaf)]
+        return carry + [origin[1] for origin in self.hidden.origins() if origin is not None]
+
+    def pullback(self, grads: list[torch.Tensor | None], xs: list[torch.Tensor], length: int) -> Pullback:
+        """A backward that begins with these cotangents of outputs and state after `length` steps, for these inputs."""
+        return Pullback(self._parts, length, self._position_names, grads, xs)
+
+    def pulled(self, piece: Piece) -> None:
+        """A piece was pulled back."""
+        self.shared.forget(piece.stop)
+        count = piece.stop - piece.start
+        recording.count(backward=count)
+        if self.progress is not None:
+            self.progress.update(count)
+
+    # --- learning from the first steps
+
+    def tape_first(self) -> tuple[Piece, Watch]:
+        """Run step 0 under grad, with every check; returns its tape, and what it was seen to use.
+
+        Its graph is not walked: what the step closes over is about to be learned from it.
+        """
+        self.first_flags = [has_gradient(leaf) for leaf in self.stepper.init]
+        watch = Watch()
+        with self.hidden.meeting_modules(), watch, self.stepper.without_lean(), torch.enable_grad():
+            piece = self._begun(0)
+            y = self.run_carefully(0, next(self.inputs.rows(0, 1, piece.xs)))
+            self._noting(piece, put=False)(0, self.carry, y)
+        self._end_piece(piece, 1, y)
+        return piece, watch
+
+    def learn_first(self, piece: Piece, watch: Watch, captures: tuple[torch.Tensor, ...]) -> bool:
+        """Learn what step 0 closes over, keeps hidden and draws; returns whether its tape can serve as one.
+
+        `captures` are tensors that it is said to close over.
+        """
+        self.hidden.probe([self.begin.hidden])
+        for generator, state in watch.generators.values():
+            self.random.add(generator, state)
+        self.begin.random = self.random.start
+        self._tapes_always |= watch.needs_grad
+        origins = self.hidden.origins()
+        self.first_flags += [origin is not None for origin in origins]
+        self._learn_flow(piece, self.begin)
+        given = edge_set([*piece.starts, *piece.xs])
+        given.update(origin[0] for origin in origins if origin is not None)
+        self._capture(piece, given, watch, captures)
+        # A graph that runs on into what was there before cannot serve as a tape.
+        return not self.captured.dependent and not any(origins)
+
+    def learn(self, piece: Piece, snapshots: list[Snapshot]) -> bool:
+        """Learn from a later step; returns whether gradients flow through the same parts of the state as before it.
+
+        `snapshots` are those of all steps so far: they get the values that newly found hidden state had until now. The
+        last is that of the state from which the piece was taped.
+        """
+        self.hidden.probe([snapshot.hidden for snapshot in snapshots])
+        before = self.profile.state
+        self._learn_flow(piece, snapshots[-1])
+        return self.profile.state == before
+
+    def _learn_flow(self, piece: Piece, snapshot: Snapshot) -> None:
+        """Add to the profile through which parts of state and output gradients flow at this step."""
+        # What was found hidden only now was no root of this piece, and is part of the state at its end.
+        piece.starts += [None] * (len(snapshot.all_leaves()) - len(piece.starts))
+        state = self.state()
+        piece.ends = edges_of(state)
+        flags, profile = [edge is not None for edge in piece.ends], self.profile
+        if len(flags) == len(profile.state):
+            flags = [new or old for new, old in zip(flags, profile.state, strict=True)]
+        profile.state = flags
+        gradients = [bool(column) for column in piece.outputs]
+        profile.outputs[:] = [new or old for new, old in zip(gradients, profile.outputs or gradients, strict=True)]
+        self.shared.note(piece.stop, state, self.last_output)
+
+    def _capture(
+        self, piece: Piece, given: set[GradientEdge], watch: Watch, captures: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Capture what step 0 closes over: what is named, parameters of its modules, and what its graph reaches."""
+        captured, hidden = self.captured, self.hidden
+        for tensor in captures:
+            if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+                raise InputError("captures= is for tensors that need a gradient and that the step closes over")
+            captured.add(tensor, "a tensor named in captures=")
+        for module in hidden.modules:
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad:
+                    captured.add(parameter, hidden.parameters[id(parameter)])
+        captured.learn(piece.roots(), given, watch)
+        captured.settle()
+        if any(edge_of(tensor) not in captured.edges for tensor in hidden.tensors if tensor.requires_grad):
+            # The step refers to a tensor that it may use later, and then its gradient would be lost.
+            self._walk.always()
+
+    def snapshot_copied(self) -> Snapshot:
+        """The current state, copied, as long as it is not known what steps change in place."""
+        return Snapshot(self.leaves, self.hidden.read(copy=True), self.random.mark())
+
+    def put_last(self, k: int) -> None:
+        """Hand over the output of step k, which was taped last."""
+        self._put(k, self.last_output)
+
+    def let_go(self) -> list[Any]:
+        """Let go of the last tape: cut the state off it, forget the output; returns the leaves of the state."""
+        self.detach_state()
+        self.last_output = []
+        return self.state()
+
+    def end_learning(self) -> None:
+        """It is known what belongs to the state; what changes beside it from here on is refused."""
+        self.let_go()
+        self.hidden.settle()
+        self.shared.settle()
+        self._learning = False
+
+    # --- what turns out later
+
+    def forget_first_runs(self) -> None:
+        """Go back to the beginning as if no step had run yet; what was learned stays."""
+        self.shared.clear()
+        self._put_already = 0
+        self.restart()
+
+    def use_step(self, f: StepFunction) -> None:
+        """Run another function, one that does the same, from here on."""
+        self.stepper.f = f
+
+    def tape_always(self) -> None:
+        """Run steps with grad from here on, even where no tape is kept."""
+        self._tapes_always = True
+
+    def end_at(self, length: int) -> None:
+        """The loop turns out to end after `length` steps."""
+        self.length = length
+
+    def end_progress(self) -> None:
+        """A second backward is not progress."""
+        self.progress = None
+
+    def finish(self, finals: list[Any]) -> Any:
+        """Leave the final hidden state in the modules, and forget how the loop began; returns the final carry."""
+        count = len(self.stepper.init)
+        self.hidden.forget_start()
+        self.hidden.finish(finals[count:])
+        return self.stepper.form.unflatten(finals[:count])

@@ -1,0 +1,181 @@
+"""What the runs inside a block really cost, and whether a step is being run again.
+
+with lt.record() as receipt:
+    loss = step()
+    loss.backward()
+print(receipt)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from lowtide.plan import Receipt
+from lowtide.torch.memory import tracker
+from lowtide.torch.memory.tracker import Curve
+
+
+class Recording:
+    """A receipt that is still being written; its fields are those of `lowtide.Receipt`, and `receipt` is one."""
+
+    def __init__(self) -> None:
+        self.plain_runs = 0
+        self.taping_runs = 0
+        self.backward_runs = 0
+        self.probe_runs = 0
+        self.kept_whole = 0
+        self._began = perf_counter()
+        self._memory: tracker.Memory | None = None
+        self._ended: Receipt | None = None
+
+    @property
+    def peak_memory(self) -> int:
+        """Most bytes of tensors made inside and alive at once; 0 if memory was not asked for."""
+        return 0 if self._memory is None else self._memory.peak
+
+    @property
+    def held(self) -> int:
+        """What `peak_memory` counts and no budget does: outputs of loops, gradients, what is still alive at the end."""
+        if self._ended is not None:
+            return self._ended.held
+        return 0 if self._memory is None else self._memory.peak - self._memory.beyond(living=self._has_tapes)
+
+    @property
+    def curve(self) -> tuple[int, ...]:
+        """Most bytes in each of at most 400 equal shares of the time, without `held`; empty with `memory=False`."""
+        if self._ended is not None:
+            return self._ended.curve
+        return () if self._memory is None else self._memory.curve_beyond(living=self._has_tapes)
+
+    @property
+    def _has_tapes(self) -> bool:
+        """Whether steps have been taped and not pulled back, so that what is alive is not results alone."""
+        return self.backward_runs < self.taping_runs or (self.backward_runs == 0 and self.plain_runs > 0)
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds, so far or until the block ended."""
+        return perf_counter() - self._began if self._ended is None else self._ended.seconds
+
+    @property
+    def receipt(self) -> Receipt:
+        """What has been recorded so far, as a value."""
+        return Receipt(
+            plain_runs=self.plain_runs,
+            taping_runs=self.taping_runs,
+            backward_runs=self.backward_runs,
+            probe_runs=self.probe_runs,
+            kept_whole=self.kept_whole,
+            peak_memory=self.peak_memory,
+            seconds=self.seconds,
+            held=self.held,
+            curve=self.curve,
+        )
+
+    def _end(self) -> None:
+        """Keep everything as it is now: tensors that outlive the block go on being followed."""
+        self._ended = self.receipt
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return self.receipt._repr_html_()
+
+    def to_json(self) -> str:
+        """The receipt as JSON."""
+        return self.receipt.to_json()
+
+    def __str__(self) -> str:
+        return str(self.receipt)
+
+
+_open: list[Recording] = []  # of all threads: a backward may run in another one than its forward
+
+
+@contextmanager
+def record(*, memory: bool = True) -> Iterator[Recording]:
+    """Record what the loops inside cost: runs, peak bytes of tensors, seconds.
+
+    Runs are those of all threads, because a backward may run in another one than its forward.
+
+    Args:
+        memory: follow every tensor that this thread makes inside. It slows operations down: not for timing.
+    """
+    recording = Recording()
+    _open.append(recording)
+    try:
+        if memory:
+            with tracker.peak(Curve()) as watched:
+                recording._memory = watched
+                yield recording
+        else:
+            yield recording
+    finally:
+        _open.remove(recording)
+        recording._end()
+
+
+def count(*, plain: int = 0, taping: int = 0, backward: int = 0, probe: int = 0, kept_whole: int = 0) -> None:
+    """Write runs into every receipt that is open."""
+    for recording in _open:
+        recording.plain_runs += plain
+        recording.taping_runs += taping
+        recording.backward_runs += backward
+        recording.probe_runs += probe
+        recording.kept_whole += kept_whole
+
+
+def leave_out(tensors: Iterable[Any], *, from_now: bool = False) -> None:
+    """Tell every receipt that is open of tensors that the plain run holds too, so that no budget counts them."""
+    for recording in _open:
+        if recording._memory is not None:
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor):
+                    recording._memory.leave_out(tensor, from_now=from_now)
+
+
+class _RecordingThread(threading.local):
+    recomputing = False
+    plainly = False
+
+
+_thread = _RecordingThread()
+
+
+def is_recomputing() -> bool:
+    """Whether the step that asks is being run again, for the backward. Use it to log or count only first runs."""
+    return _thread.recomputing
+
+
+class recomputing:  # noqa: N801  (used like a function)
+    """Inside, `is_recomputing()` is True."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = _thread.recomputing
+        _thread.recomputing = True
+
+    def __exit__(self, *_: object) -> None:
+        _thread.recomputing = self._before
+
+
+def runs_plainly() -> bool:
+    """Whether checkpointed loops are to run as plain ones."""
+    return _thread.plainly
+
+
+@contextmanager
+def plainly(yes: bool = True) -> Iterator[None]:
+    """Inside, checkpointed loops run as plain ones, if so: the other side of a comparison."""
+    before = _thread.plainly
+    _thread.plainly = yes
+    try:
+        yield
+    finally:
+        _thread.plainly = before

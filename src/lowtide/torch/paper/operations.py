@@ -1,0 +1,126 @@
+"""What a torch operation does with what it is given, and how long it would take on a device.
+
+What it writes is what its schema tells, and a list where that says too little. Its time comes from its floating-point
+operations and the bytes that it moves. Floating-point operations are those that torch's own counter knows, matrix
+products, convolutions, attention and their backwards, and a few more. Everything else is taken to be as fast as its
+bytes can be moved. Not seen is what kernels do inside: scratch space, and rereading what does not fit into a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lowtide.torch.paper.devices import Device
+
+# Operations that read of their first tensor no more than they return.
+_GATHERING = frozenset({"embedding", "index_select", "gather", "index", "take"})
+# Operations that do nothing but allocate: what is in their results is nobody's.
+ALLOCATING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+
+
+def word_of(func: Any) -> str:
+    """The operation's name without what comes before and after: "mul"."""
+    name: str = func._schema.name
+    return name.split("::")[-1]
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that the operation changes in place: tensors, or lists of them.
+
+    Batch norms change running statistics in training, and some of them without their schema saying so.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    word = word_of(func)
+    silently = "batch_norm" in word and "backward" not in word and bool(given.get("training", True))
+    return [
+        given[argument.name]
+        for argument in func._schema.arguments
+        if given.get(argument.name) is not None
+        and (
+            (argument.alias_info is not None and argument.alias_info.is_write)
+            or (silently and argument.name in ("running_mean", "running_var"))
+        )
+    ]
+
+
+def seconds_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: Device) -> float:
+    """Seconds of an operation on a device. Views, allocations and what returns no tensor take none."""
+    given = _tensors((args, kwargs))
+    made = _tensors(result)
+    if not made or word_of(func) in ALLOCATING or _is_view(func, given, made):
+        return 0.0
+    sizes = [_bytes(tensor) for tensor in given]
+    written = sum(map(_bytes, made))
+    if word_of(func) in _GATHERING:
+        sizes[0] = min(sizes[0], written)
+    return device.seconds(flops_of(func, args, kwargs, result), sum(sizes) + written, _dtype(given or made))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of its numbers; one that is expanded has fewer than it shows."""
+    shown = tensor.numel() * tensor.itemsize
+    return min(shown, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else shown
+
+
+def _is_view(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+    """Whether all that it returns lies in what it was given, and it has changed nothing there."""
+    if func.is_view:
+        return True
+    if func._schema.is_mutable or any(tensor.layout is not torch.strided for tensor in (*given, *made)):
+        return False
+    places = {tensor.untyped_storage()._cdata for tensor in given}
+    return all(tensor.untyped_storage()._cdata in places for tensor in made)
+
+
+def _dtype(tensors: list[torch.Tensor]) -> torch.dtype:
+    """What it computes in: the first of them that is no whole number."""
+    return next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), tensors[0].dtype)
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Floating-point operations, a multiplication and an addition being two; 0 for what is not counted."""
+    count = _COUNTS.get(func.overloadpacket)
+    if count is not None:
+        return int(count(*args))
+    count = flop_registry.get(func.overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _of_attention(*args: Any) -> int:
+    return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+
+
+def _of_attention_backward(*args: Any) -> int:
+    return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+
+
+def _of_groups(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
+    """Matrix products of groups of rows."""
+    groups = len(a) if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _of_recurrent_layer(x: torch.Tensor, ours: torch.Tensor, own: torch.Tensor, *_: Any) -> int:
+    """A layer whose weights are those for what it is given, and those for its own state."""
+    return 2 * (x.numel() // x.shape[-1]) * (ours.numel() + own.numel())
+
+
+_aten = torch.ops.aten
+# What torch does not count: kernels that are taken on the CPU, and experts.
+_COUNTS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention_backward,
+    _aten._grouped_mm: _of_groups,
+    _aten.mkldnn_rnn_layer: _of_recurrent_layer,
+    _aten.mkldnn_rnn_layer_backward: lambda *args: 2 * _of_recurrent_layer(*args),
+}

@@ -1,0 +1,339 @@
+"""What a step closes over: tensors that need a gradient and that it neither made nor was given.
+
+They are found in the first taped step's graph. Every leaf of it, and every node older than the step, must belong to
+a captured tensor; leaves name their tensor, older nodes are matched with the tensors that the step was seen to pass
+to torch's functions. Later steps are walked too (`Walk`): one that reaches something never seen is refused, because its
+gradient would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from typing import Any, TypeGuard
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from lowtide.errors import CheckpointError
+from lowtide.torch.memory.tracker import tensors_of
+
+# --- tensors, and where their gradients arrive
+
+_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # the number that the next node will get
+
+
+def now() -> int:
+    """A mark in the order in which this thread makes nodes: later ones have it or more."""
+    return _sequence_number()
+
+
+def has_gradient(leaf: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor that needs a gradient."""
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def is_differentiable(leaf: Any) -> TypeGuard[torch.Tensor]:
+    """Whether gradients can flow through it at all."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Where the tensor's gradient arrives; unlike the tensor it keeps no values alive."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
+def edges_of(leaves: list[Any]) -> list[GradientEdge | None]:
+    """Where the gradient of each leaf enters the graph that made it; None where none does."""
+    return [edge_of(leaf) if has_gradient(leaf) else None for leaf in leaves]
+
+
+def edge_set(leaves: list[Any]) -> set[GradientEdge]:
+    """Where the leaves' gradients arrive."""
+    return {edge_of(leaf) for leaf in leaves if has_gradient(leaf)}
+
+
+def gradients(
+    roots: list[Any], wanted: list[torch.Tensor], cotangents: list[torch.Tensor], *, keep: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` with None for what is not reached, without its checks of every single root.
+
+    They take longer than a small step, and what is checked, shapes and dtypes, is known to be right here.
+    """
+    results: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+        tuple(roots), tuple(cotangents), keep, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+    )
+    return results
+
+
+def strangers(roots: Iterable[GradientEdge], known: set[GradientEdge], since: int) -> list[GradientEdge]:
+    """Leaves and nodes older than `since` that the graph below `roots` reaches without passing a known edge."""
+    found: list[GradientEdge] = []
+    seen: set[Node] = set()
+    stack = [edge for edge in roots if edge not in known]
+    while stack:
+        edge = stack.pop()
+        node = edge.node
+        following = node.next_functions
+        if not following or node._sequence_nr() < since:
+            found.append(edge)
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        for below, number in following:
+            if below is not None:
+                further = GradientEdge(below, number)
+                if further not in known:
+                    stack.append(further)
+    return found
+
+
+# --- a result pulled back by itself, from zeros: nobody's gradients or hooks are touched
+
+_ONE = torch.ones(())
+
+
+class _Seed(torch.autograd.Function):
+    """Pulls zeros into its arguments; those that are not handed to a list as well are held by nobody else."""
+
+    @staticmethod
+    def forward(ctx: Any, held: list[torch.Tensor] | None, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.held = held
+        ctx.forms = [(output.shape, output.stride(), output.dtype, output.device) for output in outputs]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        made = [_zeros(*form) for form in ctx.forms]
+        if ctx.held is not None:
+            ctx.held.extend(made)
+        return None, *made
+
+
+def _zeros(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if 0 in strides:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+
+
+def seed_of(result: Any, held: list[torch.Tensor] | None = None) -> torch.Tensor | None:
+    """A root from which to pull the result back, which does not hold it; None if nothing in it has a gradient.
+
+    Args:
+        result: what is pulled back.
+        held: where its gradients are put, as those of a caller who keeps them.
+    """
+    roots = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    return _Seed.apply(held, *roots) if roots else None  # type: ignore[no-untyped-call]  # torch's own
+
+
+def pulled(
+    seed: torch.Tensor, wanted: list[torch.Tensor], since: int
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor | None, ...]]:
+    """Gradients of what is wanted, and of everything else that the graph made since then comes from."""
+    others = strangers([edge_of(seed)], {edge_of(tensor) for tensor in wanted}, since)
+    captured = Captured()
+    captured.targets = [edge.node.variable for edge in others if hasattr(edge.node, "variable")]
+    with captured.without_hooks():
+        results = gradients([seed], [*wanted, *others], [_ONE], keep=False)  # type: ignore[list-item]
+    return results[: len(wanted)], results[len(wanted) :]
+
+
+# --- the first step: what it is seen to use
+
+# What a step can only do with grad, so that it must have it also where no tape is kept.
+_NEEDING_GRAD = frozenset(
+    {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook}
+)
+
+
+class Watch(TorchFunctionMode):
+    """Sees what a step hands to torch's functions: generators, and tensors that were there before it began.
+
+    `needs_grad` tells whether it differentiated something or registered a hook.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since = now()
+        self.needs_grad = False
+        self.tensors: dict[int, torch.Tensor] = {}
+        # With the state that each had when it was first met.
+        self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.needs_grad |= func in _NEEDING_GRAD
+        for value in (*args, *kwargs.values()):
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(item, torch.Tensor):
+                    node = item.grad_fn
+                    if node is not None and node._sequence_nr() < self.since:
+                        self.tensors[id(item)] = item
+                elif isinstance(item, torch.Generator) and id(item) not in self.generators:
+                    self.generators[id(item)] = (item, item.get_state())
+        return func(*args, **kwargs)
+
+
+# --- what is captured
+
+
+class Captured:
+    """The captured tensors, and which node each one's gradient arrives at.
+
+    A captured tensor that was computed from another one needs care: the gradient of a stretch would run through it
+    into the other, and the same would happen again outside the loop. While a stretch is taped, an alias takes its
+    place; so it does for one that was computed and has hooks.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self.edges: list[GradientEdge] = []  # where their gradients arrive
+        self._aliases: dict[int, torch.Tensor] = {}
+        self.targets: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    def add(self, tensor: torch.Tensor, name: str) -> None:
+        """Capture one tensor."""
+        edge = edge_of(tensor)
+        if edge not in self.edges:
+            self.edges.append(edge)
+            self.tensors.append(tensor)
+            self.names.append(name)
+
+    def learn(self, roots: list[GradientEdge], given: set[GradientEdge], watch: Watch) -> None:
+        """Capture what the first step's graph reaches beside what it was given, or say what cannot be captured."""
+        candidates = {edge_of(tensor): tensor for tensor in watch.tensors.values()}
+        for edge in strangers(roots, given.union(self.edges), watch.since):
+            tensor = candidates.get(edge, getattr(edge.node, "variable", None))
+            if tensor is None:
+                raise CheckpointError(
+                    f"the step uses a tensor computed before the loop (by {edge.node.name()}) that reaches it out of "
+                    "sight, through a custom autograd Function; name it: captures=(tensor,)"
+                )
+            self.add(tensor, f"a tensor of shape {tuple(tensor.shape)} that the step closes over")
+
+    def settle(self) -> None:
+        """No more captures."""
+        for tensor in self.tensors:
+            # A hook for the whole gradient, or a gradient that is kept, must not see each stretch's own.
+            hooked = bool(tensor._backward_hooks) or tensor.retains_grad
+            if tensor.grad_fn is not None and (hooked or self._depends(tensor)):
+                self._aliases[id(tensor)] = tensor.detach().requires_grad_()
+        self.targets = [self._aliases.get(id(tensor), tensor) for tensor in self.tensors]
+        self.edges = [edge_of(target) for target in self.targets]
+        self._versions = [tensor._version for tensor in self.tensors]
+
+    def changed(self) -> list[str]:
+        """Names of captured tensors that were changed in place since `settle`."""
+        rows = zip(self.names, self.tensors, self._versions, strict=True)
+        return [name for name, tensor, version in rows if tensor._version != version]
+
+    def _depends(self, tensor: torch.Tensor) -> bool:
+        """Whether the history of a captured tensor leads to another one."""
+        assert tensor.grad_fn is not None
+        others = {edge.node for edge in self.edges} - {tensor.grad_fn}
+        seen: set[Node] = set()
+        stack: list[Node] = [tensor.grad_fn]
+        while stack:
+            node = stack.pop()
+            if node in others:
+                return True
+            if node not in seen:
+                seen.add(node)
+                stack += [below for below, _ in node.next_functions if below is not None]
+        return False
+
+    def in_place_of(self, others: dict[int, torch.Tensor] | None = None) -> Any:
+        """Inside, aliases (or `others`, by the identity of what they replace) stand in for dependent tensors."""
+        aliases = self._aliases if others is None else others
+        return _Substituting(aliases) if aliases else nullcontext()
+
+    @property
+    def dependent(self) -> bool:
+        """Whether some captured tensors were computed from other ones."""
+        return bool(self._aliases)
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Inside, hooks on captured tensors are silent: they are for the whole gradient, not for each stretch's."""
+        hooked = [tensor for tensor in self.targets if tensor._backward_hooks]
+        if not hooked:
+            yield
+            return
+        held = [tensor._backward_hooks for tensor in hooked]
+        for tensor in hooked:
+            tensor._backward_hooks = None
+        try:
+            yield
+        finally:
+            for tensor, hooks in zip(hooked, held, strict=True):
+                tensor._backward_hooks = hooks
+
+
+class _Substituting(TorchFunctionMode):
+    """Hands torch's functions another tensor in place of each one that is a key."""
+
+    def __init__(self, aliases: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._aliases = aliases
+
+    def _swap(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._aliases.get(id(value), value)
+        if type(value) in (tuple, list):
+            return type(value)(self._swap(item) for item in value)
+        return value
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        swapped = {name: self._swap(value) for name, value in (kwargs or {}).items()}
+        return func(*(self._swap(value) for value in args), **swapped)
+
+
+# --- later steps: do they reach anything else
+
+_calls = count()
+
+
+class Walk:
+    """Which steps of one loop have their graphs walked, and what a walk refuses.
+
+    A walk takes about as long as a small step, so it is done where a step made another number of nodes than those seen
+    so far, and else at one step in `EVERY`, others at each call of a loop; with `always`, at every step.
+    """
+
+    EVERY = 64
+
+    def __init__(self, always: bool) -> None:
+        self._turn = next(_calls)
+        self._every = 1 if always else self.EVERY
+        self.node_counts: set[int] = set()
+
+    def always(self) -> None:
+        """Walk every step from here on."""
+        self._every = 1
+
+    def next_due(self, k: int, last: int) -> int:
+        """The first step from k on whose turn it is; the first two and the last always have one."""
+        return k if k < 2 else min(k + -(k + self._turn) % self._every, last)
+
+    @staticmethod
+    def check(k: int, results: list[Any], ends: set[GradientEdge], since: int) -> None:
+        """Refuse step k, which ran, if the graph of its results since `since` reaches anything but `ends`."""
+        for edge in strangers(edge_set(results), ends, since):
+            node = edge.node
+            variable = getattr(node, "variable", None)
+            what = "computed before the loop" if variable is None else f"of shape {tuple(variable.shape)}"
+            raise CheckpointError(
+                f"step {k:,} uses a tensor {what} ({node.name()}) that the first step did not touch, so its gradient "
+                "would be lost; use it in the first step too, or name it: captures=(tensor,)"
+            )

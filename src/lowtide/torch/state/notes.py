@@ -1,0 +1,418 @@
+"""Notes of what a function can change, each of one thing as it was before the first run, to be put back for a rerun.
+
+A dictionary, a row, a variable, a tensor, an array, a module: all have the same three moments. When the first run is
+over a note is settled, and keeps no more than it needs. For a rerun it is put back, and afterwards that is undone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lowtide.errors import CheckpointError
+from lowtide.torch.state.bits import same_bits
+from lowtide.torch.state.reach import MISSING, Slot
+
+# Tensors outside modules' buffers are copied only up to this size; a larger one may be a whole data set.
+SMALL = 64 * 1024
+# Dictionaries among a module's internals that decide what a call of it does.
+_INSIDE = (
+    *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+
+
+class _Held:
+    """In a note, the place of a tensor that is kept with the call's arguments."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class Note:
+    """One thing as it was before the first run."""
+
+    __slots__ = ()
+
+    def settled(self, held: list[torch.Tensor]) -> Note | None:
+        """After the first run: the note to keep. Tensors that were replaced move to `held`."""
+        return self
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        """Make it as it was; returns what is there now."""
+
+    def undo(self, now: Any) -> None:
+        """After a rerun: make it as `put_back` found it."""
+
+
+class MappingNote(Note):
+    """A dictionary: attributes of an object, or the user's own."""
+
+    __slots__ = ("_before", "_owner")
+
+    def __init__(self, owner: dict[Any, Any], before: dict[Any, Any] | None = None) -> None:
+        self._owner = owner
+        self._before = entries_of(owner) if before is None else before
+
+    def settled(self, held: list[torch.Tensor]) -> Note | None:
+        """See `Note`."""
+        now = entries_of(self._owner)
+        if not same_entries(now, self._before):
+            before = self._before.items()
+            taken = {key: _hold(value, held) for key, value in before if now.get(key, MISSING) is not value}
+            self._before = self._before | taken  # another one: this may be shared
+        return self
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        """See `Note`."""
+        now = entries_of(self._owner)
+        if same_entries(now, self._before):
+            return self._before
+        _fill(self._owner, {key: _resolved(value, held) for key, value in self._before.items()})
+        return now
+
+    def undo(self, now: Any) -> None:
+        """See `Note`."""
+        if not same_entries(entries_of(self._owner), now):
+            _fill(self._owner, now)
+
+
+class ModuleNote(MappingNote):
+    """A module's attributes, and the dictionaries among them, most of which are empty and stay so."""
+
+    __slots__ = ("_inside",)
+
+    def __init__(self, owner: dict[str, Any], before: dict[str, Any]) -> None:
+        super().__init__(owner, before)
+        self._inside = {name: MappingNote(owner[name]) for name in _INSIDE if owner[name]}
+
+    def settled(self, held: list[torch.Tensor]) -> Note | None:
+        """See `Note`."""
+        for note in self._inside.values():
+            note.settled(held)
+        return super().settled(held)
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        """See `Note`."""
+        inside = [(note, note.put_back(held)) for note in self._inside.values()]
+        for name in _INSIDE:
+            filled = self._before[name]
+            if filled and name not in self._inside:
+                note = MappingNote(filled, {})
+                inside.append((note, note.put_back(held)))
+        return super().put_back(held), inside
+
+    def undo(self, now: Any) -> None:
+        """See `Note`."""
+        super().undo(now[0])
+        for note, inside in now[1]:
+            note.undo(inside)
+
+
+class RowNote(Note):
+    """A list, a deque or a set."""
+
+    __slots__ = ("_before", "_owner")
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._before = list(owner)
+
+    def settled(self, held: list[torch.Tensor]) -> Note | None:
+        """See `Note`."""
+        if not _same_row(self._owner, self._before):
+            self._before = [_hold(value, held) for value in self._before]
+        return self
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        """See `Note`."""
+        if _same_row(self._owner, self._before):
+            return self._before
+        now = list(self._owner)
+        _fill(self._owner, [_resolved(value, held) for value in self._before])
+        return now
+
+    def undo(self, now: Any) -> None:
+        """See `Note`."""
+        if not _same_row(self._owner, now):
+            _fill(self._owner, now)
+
+
+class TailNote(Note):
+    """A long list, of which only what is added at its end is seen."""
+
+    __slots__ = ("_length", "_owner")
+
+    def __init__(self, owner: list[Any]) -> None:
+        self._owner = owner
+        self._length = len(owner)
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        """See `Note`."""
+        tail = self._owner[self._length :]
+        del self._owner[self._length :]
+        return tail
+
+    def undo(self, now: Any) -> None:
+        """See `Note`."""
+        self._owner[self._length :] = now
+
+
+class PlaceNote(Note):
+    """A variable, or an attribute with a slot."""
+
+    __slots__ = ("_before", "_slot")
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._before = slot.get()
+
+    def settled(self, held: list[torch.Tensor]) -> Note | None:
+        """See `Note`."""
+        if self._slot.get() is not self._before:
+            self._before = _hold(self._before, held)
+        return self
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        """See `Note`."""
+        now = self._slot.get()
+        if now is not self._before:
+            self._slot.set(_resolved(self._before, held))
+        return now
+
+    def undo(self, now: Any) -> None:
+        """See `Note`."""
+        if self._slot.get() is not now:
+            self._slot.set(now)
+
+
+class VersionsNote(Note):
+    """Tensors whose values have to stay what they are; whether they need a gradient is put back."""
+
+    __slots__ = ("_flags", "_tensors", "_versions")
+
+    def __init__(self, tensors: list[torch.Tensor], versions: list[int] | None = None) -> None:
+        self._tensors = tensors
+        self._versions = [tensor._version for tensor in tensors] if versions is None else versions
+        self._flags = [tensor.requires_grad for tensor in tensors]
+
+    def changed(self) -> tuple[torch.Tensor, int] | None:
+        """A tensor that did not stay, and the version that it had."""
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if tensor._version != version:
+                return tensor, version
+        return None
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        """See `Note`."""
+        now = [tensor.requires_grad for tensor in self._tensors]
+        self._set(now, self._flags)
+        return now
+
+    def undo(self, now: Any) -> None:
+        """See `Note`."""
+        self._set(self._flags, now)
+
+    def _set(self, old: list[bool], new: list[bool]) -> None:
+        if old != new:
+            for tensor, before, flag in zip(self._tensors, old, new, strict=True):
+                if before != flag and tensor.is_leaf:
+                    tensor.requires_grad_(flag)
+
+
+# Copies of tensors, so that calls that find the same values share one.
+_copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    key = id(tensor)
+    if tensor.nbytes > SMALL:
+        return tensor.detach().clone()
+    known = _copies.get(key)
+    if known is None or known[0]() is not tensor or not same_bits(known[1], tensor):
+        copy = tensor.detach().clone()
+        known = _copies[key] = (weakref.ref(tensor, lambda _: _copies.pop(key, None)), copy)
+    return known[1]
+
+
+class ContentsNote(Note):
+    """A tensor whose values may be changed in place. `steady` has the names of those that were seen not to be."""
+
+    __slots__ = ("_copy", "_steady", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, steady: tuple[set[str], str] | None) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+        self._steady = steady
+        self._copy = _copy_of(tensor)
+
+    def settled(self, held: list[torch.Tensor]) -> Note | None:
+        """See `Note`."""
+        if self._tensor.requires_grad:  # it has become a part of the graph
+            return VersionsNote([self._tensor], [self._version])
+        if self._copy.nbytes <= SMALL or is_changed(self._tensor, self._version, self._copy):
+            return self
+        if self._steady is not None:
+            self._steady[0].add(self._steady[1])
+        return VersionsNote([self._tensor], [self._version])
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        """See `Note`."""
+        if same_bits(self._tensor, self._copy):
+            return None
+        if self._tensor.shape != self._copy.shape:
+            raise CheckpointError(
+                f"a tensor of shape {tuple(self._copy.shape)} that the function uses was given the shape "
+                f"{tuple(self._tensor.shape)}, so the rerun would not repeat it; make a new tensor instead"
+            )
+        now = self._tensor.detach().clone()
+        self._tensor.data.copy_(self._copy)  # through `data` its version stays: for autograd nothing has happened
+        return now
+
+    def undo(self, now: Any) -> None:
+        """See `Note`."""
+        values = self._copy if now is None else now
+        if not same_bits(self._tensor, values):
+            self._tensor.data.copy_(values)
+
+
+def may_be_copied(tensor: torch.Tensor, most: float = SMALL) -> bool:
+    """Whether the tensor is one that a function may change in place, and small enough to keep a copy of it."""
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+        and not tensor.requires_grad
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_nested
+        and tensor.nbytes <= most
+        and not tensor.is_inference()
+        and 0 not in tensor.stride()
+    )
+
+
+def is_changed(tensor: torch.Tensor, version: int, copy: torch.Tensor) -> bool:
+    """Whether a tensor was written to since it had this version and these values; BatchNorm leaves the version."""
+    return tensor._version != version or not same_bits(tensor, copy)
+
+
+class ArrayNote(Note):
+    """A numpy array."""
+
+    __slots__ = ("_array", "_before")
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+        self._before = array.copy()
+
+    def settled(self, held: list[torch.Tensor]) -> Note | None:
+        """See `Note`."""
+        return None if self._array.tobytes() == self._before.tobytes() else self
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        """See `Note`."""
+        now = self._array.copy()
+        self._array[...] = self._before
+        return now
+
+    def undo(self, now: Any) -> None:
+        """See `Note`."""
+        self._array[...] = now
+
+
+def entries_of(owner: dict[Any, Any]) -> dict[Any, Any]:
+    """A dictionary's entries as they are stored: some make something of them whenever they are asked."""
+    return dict(owner) if type(owner).__getitem__ is dict.__getitem__ else dict(dict.items(owner))
+
+
+def same_entries(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
+    """Whether the entries are the very same objects, under the same names."""
+    return len(now) == len(then) and all(map(is_, now.values(), then.values())) and all(map(is_, now, then))
+
+
+def _same_row(now: Any, then: list[Any]) -> bool:
+    return len(now) == len(then) and all(map(is_, now, then))
+
+
+def _fill(owner: Any, entries: Any) -> None:
+    owner.clear()
+    if isinstance(owner, dict | set):
+        owner.update(entries)
+    else:
+        owner.extend(entries)
+
+
+def _hold(value: Any, held: list[torch.Tensor]) -> Any:
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+        return value
+    held.append(value)
+    return _Held(len(held) - 1)
+
+
+def _resolved(value: Any, held: list[torch.Tensor]) -> Any:
+    return held[value.index] if type(value) is _Held else value
+
+
+class _Kept(torch.autograd.Function):
+    """A node that saves tensors the way autograd does, through the hooks of the calls around."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.detach()
+
+
+_anchor = torch.empty(0, requires_grad=True)
+
+
+class KeptTensors:
+    """Tensors kept for reruns: by themselves, or, inside other hooks, the way autograd saves them."""
+
+    __slots__ = ("_changed", "_firsts", "_flags", "_node", "_tensors", "_versions")
+
+    def __init__(self, tensors: list[torch.Tensor], through_hooks: bool) -> None:
+        self._flags = [tensor.requires_grad for tensor in tensors]
+        # Where a tensor was given first: attention, for one, asks whether its query is its key.
+        places: dict[int, int] = {}
+        self._firsts = [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
+        # Copies of those that the function changes in place; until it has run, of those that it may change.
+        self._changed = {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
+        self._node: Any = None
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        if through_hooks and tensors and not any(tensor.is_inference() for tensor in tensors):
+            self._node = _Kept.apply(_anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]  # torch's own
+        else:
+            # Of a computed tensor only its values: the tensor itself may become a part of the graph that keeps it.
+            self._tensors = [t if t.requires_grad and t.is_leaf else t.detach() for t in tensors]
+            self._versions = [-1 if t.is_inference() else t._version for t in tensors]
+
+    def settle(self) -> None:
+        """The function has run."""
+        if self._changed:
+            self._changed = {k: note for k, note in self._changed.items() if is_changed(*note)}
+
+    def again(self) -> list[torch.Tensor]:
+        """Twins of the tensors that belong to no graph, or an error if one was changed."""
+        tensors = self._tensors if self._node is None else self._node.saved_tensors
+        for number, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True)):
+            if version >= 0 and tensor._version != version and number not in self._changed:
+                raise CheckpointError(
+                    f"argument tensor {number} of shape {tuple(tensor.shape)} was changed in place by the function or "
+                    f"since it ran (version {version} then, {tensor._version} now), so the rerun would not repeat it; "
+                    "change it after the backward, or make a new tensor"
+                )
+        twins = [
+            t if t.requires_grad and t.is_leaf else t.detach().requires_grad_(flag)
+            for t, flag in zip(tensors, self._flags, strict=True)
+        ]
+        for number, (_, _, values) in self._changed.items():
+            if self._firsts[number] == number:
+                twins[number] = values.clone()
+        return [twins[first] for first in self._firsts]  # one that was given twice is one

@@ -1,0 +1,60 @@
+"""The forms of real plans, and of models whose parts have odd names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide.torch as lt
+from lowtide import Plan
+from lowtide.chain import Role
+from lowtide.forms import KEEP, RERUN, form_named
+from tests.torch.models import MODELS, Model, model, train
+from tests.torch.odd_blocks import Mlp
+from tests.torch.odd_models import odd, row_of
+
+
+@pytest.mark.parametrize("name", [*MODELS, "vgg", "torch's own", "dictionary"])
+def test_the_forms_of_real_plans(name: str) -> None:
+    """Every menu begins with keep, has the others once each, and their text is what earlier versions wrote."""
+    made = model(name) if name in MODELS else odd(name)
+    chain = made.plan("1GB").chain
+    for k in range(len(chain)):
+        forms = [option.form for option in chain[k].menu]
+        assert forms[0] == KEEP
+        if chain.role(k) is Role.BLOCK:
+            assert len(set(forms)) == len(forms) > 1
+            assert [form_named(str(form)) for form in forms] == forms
+            assert RERUN in forms
+        else:
+            assert len(forms) == 1
+
+
+class OddlyNamed(nn.Module):
+    """Its parts have names that forms are written with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"a b": Mlp(), "c: rerun; d": Mlp()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One after the other."""
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+def test_submodules_with_the_oddest_names() -> None:
+    def fresh() -> Model:
+        torch.manual_seed(0)
+        return row_of(OddlyNamed)
+
+    plain = train(fresh())
+    least = fresh().least()
+    for peak in (least, (least + plain.peak) // 2):
+        made = fresh()
+        lt.apply(Plan.from_json(made.plan(peak).to_json()), made.module)
+        found = train(made)
+        found.assert_same(plain)
+        assert found.peak <= peak
