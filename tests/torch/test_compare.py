@@ -145,6 +145,25 @@ def test_another_result_is_found_out_with_its_largest_difference() -> None:
     found = lt.compare_gradients(lambda w: w.sum() * (1.0 if recording.runs_plainly() else 3.5), w)
     assert [(row.same, row.difference) for row in found.rows] == [(False, 7.5), (False, 2.5)]
     assert "differs by up to 7.5" in str(found)
+    assert [row.relative for row in found.rows] == [7.5 / 3, 2.5]
+    assert found.relative == 2.5
+
+
+@pytest.mark.parametrize(
+    ("plain", "other", "difference"),
+    [
+        ([1.0, float("nan")], [1.0, 2.0], float("inf")),
+        ([1.0, float("inf")], [1.0, -float("inf")], float("inf")),
+        ([1.0, float("nan")], [1.5, float("nan")], 0.5),
+        ([0.0, 0.0], [0.0, -0.0], 0.0),
+    ],
+    ids=["no number", "other sign", "no number in both", "zeros"],
+)
+def test_what_is_no_number_differs_from_what_is_one(plain: list[float], other: list[float], difference: float) -> None:
+    w = torch.ones(2, requires_grad=True)
+    found = lt.compare_gradients(lambda w: (w * torch.tensor(plain if recording.runs_plainly() else other)).sum(), w)
+    assert (found.rows[1].same, found.rows[1].difference) == (False, difference)
+    assert found.rows[1].relative == difference
 
 
 def test_the_last_bit_is_enough_to_differ() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lowtide.plan import Receipt
@@ -32,6 +33,13 @@ class Compared:
         else:
             found = "same bits" if self.same else f"differs by up to {self.difference:.3g}"
         return f"{self.name:<40} {found}"
+
+
+def share_of(difference: float, largest: float) -> float:
+    """A difference as a share of the largest entry; infinite where all entries are 0 and something differs."""
+    if largest:
+        return difference / largest
+    return math.inf if difference else 0.0
 
 
 @dataclass(frozen=True, slots=True)

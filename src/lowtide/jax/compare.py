@@ -17,7 +17,7 @@ import numpy as np
 
 from lowtide.checks import function
 from lowtide.errors import FunctionError, InputError
-from lowtide.interface.comparison import Compared, Comparison
+from lowtide.interface.comparison import Compared, Comparison, share_of
 from lowtide.jax.xla.jaxprs import Leaves, is_float, replaced
 from lowtide.plan import Receipt
 
@@ -106,5 +106,5 @@ def _compared(name: str, one: Any, other: Any) -> Compared:
         return Compared(name, False, math.inf, math.inf, rounding)
     difference = float(np.max(np.abs(one[finite] - other[finite]), initial=0.0))
     largest = float(np.max(np.abs(one[finite]), initial=0.0))
-    relative = difference / largest if largest else math.inf if difference else 0.0
+    relative = share_of(difference, largest)
     return Compared(name, relative <= rounding, difference, relative, rounding)

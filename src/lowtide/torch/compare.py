@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from lowtide.errors import InputError
-from lowtide.interface.comparison import Compared, Comparison
+from lowtide.interface.comparison import Compared, Comparison, share_of
 from lowtide.torch.memory.recording import plainly, record
 from lowtide.torch.state.ambient import Randomness
 from lowtide.torch.state.bits import same_bits
@@ -98,7 +99,17 @@ def _compared(name: str, one: torch.Tensor | None, other: torch.Tensor | None) -
         # No gradient and a gradient of zeros are the same to an optimiser.
         present = one if one is not None else other
         difference = 0.0 if present is None else float(present.detach().abs().max())
-        return Compared(name, difference == 0.0, difference)
-    same = same_bits(one, other)
-    difference = 0.0 if same else float((one.detach() - other.detach()).abs().max())
-    return Compared(name, same, difference)
+        return Compared(name, difference == 0.0, difference, share_of(difference, 0.0))
+    if same_bits(one, other):
+        return Compared(name, True, 0.0)
+    one, other = one.detach(), other.detach()
+    finite = one.isfinite()
+    odd_agree = torch.equal(finite, other.isfinite()) and one[~finite].allclose(other[~finite], equal_nan=True)
+    if not odd_agree:  # infinities, and what is no number
+        return Compared(name, False, math.inf, math.inf)
+    difference = _largest((one - other)[finite])
+    return Compared(name, False, difference, share_of(difference, _largest(one[finite])))
+
+
+def _largest(numbers: torch.Tensor) -> float:
+    return float(numbers.abs().max()) if numbers.numel() else 0.0
