@@ -5,7 +5,15 @@ This package is the planning core: numbers in, plans out. It loads neither torch
 
 from lowtide import planners
 from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
-from lowtide.errors import BudgetError, CheckpointError, FunctionError, InputError, LowtideError, PlanError
+from lowtide.errors import (
+    BudgetError,
+    CheckpointError,
+    FunctionError,
+    InputError,
+    LowtideError,
+    OtherDrawsError,
+    PlanError,
+)
 from lowtide.plan import Bill, Plan, Receipt, show_in_notebooks
 from lowtide.planners.choose import choose as plan_chain
 from lowtide.planners.frontier import frontier
@@ -30,6 +38,7 @@ __all__ = [
     "FunctionError",
     "InputError",
     "LowtideError",
+    "OtherDrawsError",
     "Plan",
     "PlanError",
     "Receipt",

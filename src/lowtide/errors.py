@@ -5,9 +5,10 @@
     |   |-- BudgetError                 no plan fits the budget: `.least` is the smallest that works
     |   `-- FunctionError (TypeError)   a function that cannot be used: not callable, another result, no such derivative
     |-- PlanError (ValueError)          a plan that breaks the rules: `.place`, `.action`, `.state`
-    `-- CheckpointError (RuntimeError)  a run that cannot give the plain run's result
+    `-- CheckpointError (RuntimeError)  a run that cannot reproduce the plain run's result
+        `-- OtherDrawsError             a rerun that drew other random numbers: `.crowded` if another thread did
 
-Messages give the numbers and a way out.
+Messages have the numbers and a way out.
 """
 
 from __future__ import annotations
@@ -67,4 +68,16 @@ class PlanError(LowtideError, ValueError):
 
 
 class CheckpointError(LowtideError, RuntimeError):
-    """A run that cannot give the plain run's result, and says so instead of giving another."""
+    """A run that cannot reproduce the plain run's result, and says so instead of returning another."""
+
+
+class OtherDrawsError(CheckpointError):
+    """The rerun drew other random numbers than the first run, or it cannot be told whether it did.
+
+    Attributes:
+        crowded: whether it is because another thread drew from the same generator meanwhile.
+    """
+
+    def __init__(self, message: str, *, crowded: bool) -> None:
+        super().__init__(message)
+        self.crowded = crowded

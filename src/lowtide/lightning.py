@@ -102,7 +102,8 @@ class LightningCallback(Callback):  # type: ignore[misc]  # lightning is not fol
         self.on_train_end(trainer, pl_module)
 
 
-LowtideCallback = LightningCallback  # the name that users import
+LowtideCallback = LightningCallback  # what users import, and read in logs
+LowtideCallback.__name__ = LowtideCallback.__qualname__ = "LowtideCallback"
 
 
 def _step_of(trainer: Trainer, module: LightningModule) -> Any:

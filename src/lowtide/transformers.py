@@ -127,7 +127,8 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]  # transforme
             self._waiting = None
 
 
-LowtideCallback = TransformersCallback  # the name that users import
+LowtideCallback = TransformersCallback  # what users import, and read in logs
+LowtideCallback.__name__ = LowtideCallback.__qualname__ = "LowtideCallback"
 
 
 def _before_first_call(model: nn.Module, do: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> RemovableHandle:

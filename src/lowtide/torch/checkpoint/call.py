@@ -28,11 +28,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.checks import function as check_function
-from lowtide.errors import CheckpointError, InputError
+from lowtide.errors import CheckpointError, InputError, OtherDrawsError
 from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient
 from lowtide.torch.state.bits import fingerprint
-from lowtide.torch.state.draws import Draws, OtherDrawsError, Standstill
+from lowtide.torch.state.draws import Draws, Standstill
 from lowtide.torch.state.mismatch import Differs, Likeness, Naming, Place, in_words, value_in_words
 from lowtide.torch.state.notes import KeptTensors
 from lowtide.torch.state.reach import ATOMS

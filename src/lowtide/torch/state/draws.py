@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from lowtide.errors import CheckpointError
+from lowtide.errors import OtherDrawsError
 
 
 class _Source(Protocol):
@@ -453,7 +453,7 @@ class Draws:
             seen_late = not self._alone and _traffic.several()
             disturbed = source.shared and (self._crowded or crowded or seen_late)
             if disturbed or (stopped is None and hash(end) != expected):
-                raise OtherDrawsError(source.name, disturbed)
+                raise _other_draws(source.name, disturbed)
 
     def are_made(self) -> bool:
         """Inside `again`: whether a rerun that has all it needs has drawn the same too, and so may be ended."""
@@ -526,15 +526,12 @@ class _StartingThere:
             self._turn.end()
 
 
-class OtherDrawsError(CheckpointError):
-    """The rerun drew other random numbers than the first run, or it cannot be told."""
-
-    def __init__(self, source: str, crowded: bool) -> None:
-        why = (
-            "another thread drew from it meanwhile; let each thread draw from a torch.Generator of its own, or run one "
-            "at a time"
-            if crowded
-            else "draw the same numbers each time it runs, or pass preserve_rng_state=False if they may differ"
-        )
-        super().__init__(f"the rerun may have drawn other random numbers than the first run from {source}: {why}")
-        self.crowded = crowded
+def _other_draws(source: str, crowded: bool) -> OtherDrawsError:
+    why = (
+        "another thread drew from it meanwhile; let each thread draw from a torch.Generator of its own, or run one "
+        "at a time"
+        if crowded
+        else "draw the same numbers each time it runs, or pass preserve_rng_state=False if they may differ"
+    )
+    told = f"the rerun may have drawn other random numbers than the first run from {source}: {why}"
+    return OtherDrawsError(told, crowded=crowded)
