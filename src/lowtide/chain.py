@@ -165,6 +165,7 @@ class Chain:
             where they are not known.
         ways: both ways of taping equal steps, if they differ; `steps` has one of them, and planners choose.
         roles: for a whole model, what each step is; none where all are alike.
+        layers: for a row of layers, which of them each step is, as ranges [start, stop); else none.
     """
 
     steps: tuple[StepCost, ...]
@@ -174,6 +175,7 @@ class Chain:
     gradients: int = 0
     ways: Ways | None = None
     roles: tuple[Role, ...] = ()
+    layers: tuple[tuple[int, int], ...] = ()
     # Prefix sums of forward seconds, so that a run over [start, stop) costs one subtraction.
     _forward: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
@@ -186,8 +188,9 @@ class Chain:
             )
         if len(self.names) not in (0, self.length) or not all(isinstance(name, str) for name in self.names):
             raise InputError(f"a chain of {self.length:,} steps needs as many names, each a str, or none")
-        if len(self.roles) not in (0, self.length):
-            raise InputError(f"a chain of {self.length:,} steps needs as many roles, or none; got {len(self.roles):,}")
+        for what, given in (("roles", self.roles), ("ranges of layers", self.layers)):
+            if len(given) not in (0, self.length):
+                raise InputError(f"a chain of {self.length:,} steps needs as many {what}, or none; got {len(given):,}")
         if self.ways is not None and self.steps not in ((self.ways.several,), (self.ways.single,)):
             raise InputError("a chain with two ways of taping has equal steps, and one of the two as their cost")
         keep_whole(self, "parameters", least=0, most=MOST_TOTAL)
@@ -210,7 +213,7 @@ class Chain:
 
     def with_steps(self, steps: Iterable[StepCost]) -> Chain:
         """The same chain with other costs."""
-        return replace(Chain.of(steps, self.names, self.roles), parameters=self.parameters, gradients=self.gradients)
+        return replace(self, steps=Chain.of(steps).steps, ways=None)
 
     def taped(self, step: StepCost) -> Chain:
         """The same equal steps at the cost of one of their ways."""

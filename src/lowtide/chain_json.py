@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from lowtide import forms
@@ -19,20 +20,22 @@ def chain_document(chain: Chain) -> dict[str, Any]:
         "gradients": chain.gradients,
         "ways": None if chain.ways is None else _ways_document(chain.ways),
         "roles": chain.roles,
+        "layers": chain.layers,
     }
 
 
 def chain_of(costs: dict[str, Any]) -> Chain:
-    """The chain that `chain_document` wrote. Those of earlier versions say by their names what is not a block."""
-    steps, names, roles = tuple(map(_step, costs["steps"])), tuple(costs["names"]), costs.get("roles")
+    """The chain that `chain_document` wrote. Those of earlier versions say what steps are by their names alone."""
+    names, roles, layers = tuple(costs["names"]), costs.get("roles"), costs.get("layers")
     return Chain(
-        steps,
+        tuple(map(_step, costs["steps"])),
         costs["length"],
         names,
         costs.get("parameters", 0),
         costs.get("gradients", 0),
         _ways(costs.get("ways")),
         _roles_named(names) if roles is None else tuple(map(Role, roles)),
+        _layers_named(names) if layers is None else tuple((start, stop) for start, stop in layers),
     )
 
 
@@ -42,6 +45,15 @@ def _roles_named(names: tuple[str, ...]) -> tuple[Role, ...]:
         return ()
     told = {"(optimizer step)": Role.OPTIMIZER, "(loss)": Role.LOSS}
     return tuple(told.get(name, Role.BETWEEN) if name.startswith("(") else Role.BLOCK for name in names)
+
+
+_LAYERS = re.compile(r"([0-9]+)(?:-([0-9]+))? ")
+
+
+def _layers_named(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """Which layers steps are whose names were written by an earlier version: "3 Linear", "4-5 Conv2d, ReLU"."""
+    found = [_LAYERS.match(name) for name in names]
+    return tuple((int(match[1]), int(match[2] or match[1]) + 1) for match in found if match) if all(found) else ()
 
 
 def _step_document(step: StepCost) -> dict[str, Any]:

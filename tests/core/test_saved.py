@@ -52,6 +52,15 @@ def test_layers_know_their_lean_tapes() -> None:
     assert not chain.roles
 
 
+def test_layers_know_which_ones_a_step_is() -> None:
+    chain = saved("layers").chain
+    assert [name.split(" ")[0] for name in chain.names] == [
+        str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in chain.layers
+    ]
+    assert not saved("model").chain.layers
+    assert not saved("loop").chain.layers
+
+
 def test_rooms_are_inferred() -> None:
     assert saved("jax_loop").rooms
     assert not saved("loop").rooms

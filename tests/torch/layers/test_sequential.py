@@ -470,7 +470,7 @@ def test_a_plan_for_another_number_of_layers() -> None:
     with pytest.raises(InputError, match="the plan is for 6 layers, and there are 7"):
         sequential(residual(7).layers, row.x, plan=unnamed)
     misnamed = choose(Chain.of([STEP] * 6, "abcdef"), 99)
-    with pytest.raises(InputError, match="the plan's steps are not named after layers: 'a'; plan again"):
+    with pytest.raises(InputError, match="the plan's steps are not layers, but 'a'; plan again"):
         sequential(row.layers, row.x, plan=misnamed)
 
 

@@ -52,7 +52,7 @@ def test_what_was_found_by_seconds_is_never_chosen() -> None:
 def test_layers_take_as_long_as_their_tapes_are_large() -> None:
     chain = _chain(1.0)
     row = untimed_layers(
-        MeasuredLayers(((0, 1), (1, 2)), chain, (0, 0), (0, 0), (0, 0), ((0, 0), (0, 0)), ((0, 0), (0, 0)), 0)
+        MeasuredLayers(chain, (0, 0), (0, 0), (0, 0), ((0, 0), (0, 0)), ((0, 0), (0, 0)), 0)
     )
     assert row.chain is not None
     assert (row.chain[0].forward, row.chain[0].backward) == (100.0, 200.0)

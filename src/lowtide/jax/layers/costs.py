@@ -6,7 +6,7 @@ Not counted is what the plain call holds too: parameters, their gradients, and w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -132,15 +132,7 @@ class _Vjp:
         return [*out, *residuals]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSteps:
-    """Layers as a chain. `bounds` are the layers [start, stop) of each step."""
-
-    chain: Chain
-    bounds: tuple[tuple[int, int], ...]
-
-
-def measure_layers(layers: Sequence[Layer]) -> LayerSteps:
+def measure_layers(layers: Sequence[Layer]) -> Chain:
     """The chain of these layers.
 
     A layer that is pulled back without what it starts from (a tanh, a dropout, a change of shape) is joined with the
@@ -151,7 +143,7 @@ def measure_layers(layers: Sequence[Layer]) -> LayerSteps:
     bounds = list(zip(starts, [*starts[1:], len(layers)], strict=True))
     names = [f"layer {start}" if stop - start == 1 else f"layers {start} to {stop - 1}" for start, stop in bounds]
     costs = [known.cost(start, stop) for start, stop in bounds]
-    return LayerSteps(Chain.of((found.step() for found in costs), names), tuple(bounds))
+    return replace(Chain.of((found.step() for found in costs), names), layers=tuple(bounds))
 
 
 def tape_bytes(layers: Sequence[Layer]) -> list[int]:

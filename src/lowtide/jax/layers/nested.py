@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowtide.chain import Chain
 from lowtide.errors import InputError
-from lowtide.jax.layers.costs import LayerSteps
 from lowtide.jax.layers.rerun import Run, gate, run_again
 from lowtide.jax.layers.trace import Layer
 from lowtide.jax.xla.jaxprs import Leaves, has_loop
@@ -45,14 +45,14 @@ def _items(parts: tuple[Part, ...]) -> Nest:
     return tuple(found)
 
 
-def of_layers(items: Nest, found: LayerSteps) -> Nest:
+def of_layers(items: Nest, chain: Chain) -> Nest:
     """The same with each step as the layers that it is made of."""
     made: list[int | Nest] = []
     for item in items:
         if isinstance(item, int):
-            made.extend(range(*found.bounds[item]))
+            made.extend(range(*chain.layers[item]))
         else:
-            made.append(of_layers(item, found))
+            made.append(of_layers(item, chain))
     return tuple(made)
 
 

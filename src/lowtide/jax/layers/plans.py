@@ -19,7 +19,6 @@ from jax.sharding import AxisType
 
 from lowtide.chain import Chain, StepCost, Working
 from lowtide.errors import BudgetError
-from lowtide.jax.layers.costs import LayerSteps
 from lowtide.jax.layers.nested import Nest, nest, of_layers, runner
 from lowtide.jax.layers.trace import Layer
 from lowtide.jax.xla.cache import digest, program_bytes
@@ -35,7 +34,7 @@ _NEAR_ENOUGH = 0.9  # of the budget
 _MULTIPLES_OF_LEAST = (1.0, 1.15, 1.4)
 
 
-def plan_within(layers: Sequence[Layer], found: LayerSteps, budget: int | str) -> Plan:
+def plan_within(layers: Sequence[Layer], chain: Chain, budget: int | str) -> Plan:
     """The plan with the fewest operations found whose compiled program keeps the budget; its bill says what it takes.
 
     Where layers cannot be compiled alone, because they talk to other devices or examples, the estimate has to do.
@@ -43,11 +42,10 @@ def plan_within(layers: Sequence[Layer], found: LayerSteps, budget: int | str) -
     Raises:
         BudgetError: none does; `.least` is the smallest that was compiled.
     """
-    chain = found.chain
     limit = parse_budget(budget, chain.plain_tape)
     if not _stand_alone(layers):
         return choose(chain, limit)
-    programs = _Programs(layers, found)
+    programs = _Programs(layers, chain)
     best = _near(chain, limit, programs)
     if best is None:
         small = {schedule: programs.bytes(schedule) for schedule in _small(chain)}
@@ -109,11 +107,11 @@ def _scaled_step(step: StepCost, by: float) -> StepCost:
 class _Programs:
     """The compiled gradients of layers, for one schedule or another."""
 
-    def __init__(self, layers: Sequence[Layer], found: LayerSteps) -> None:
-        self._layers, self._found = layers, found
+    def __init__(self, layers: Sequence[Layer], chain: Chain) -> None:
+        self._layers, self._chain = layers, chain
         # The costs tell apart layers that differ in their rules of differentiation alone.
         self._signature = digest(
-            jax.default_backend(), repr(found), *(f"{layer.jaxpr} {layer.given}" for layer in layers)
+            jax.default_backend(), repr(chain), *(f"{layer.jaxpr} {layer.given}" for layer in layers)
         )
 
     def bytes(self, schedule: unequal.Hetero, limit: float = math.inf) -> int:
@@ -130,8 +128,8 @@ class _Programs:
         return most
 
     def _compiled(self, schedule: unequal.Hetero, of_x: bool) -> int:
-        items = nest(Plan.make(self._found.chain, Knob("none"), schedule))
-        return compiled_bytes(self._layers, of_layers(items, self._found), of_x=of_x)
+        items = nest(Plan.make(self._chain, Knob("none"), schedule))
+        return compiled_bytes(self._layers, of_layers(items, self._chain), of_x=of_x)
 
 
 def compiled_bytes(layers: Sequence[Layer], items: Nest, *, of_x: bool) -> int:

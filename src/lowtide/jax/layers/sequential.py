@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from lowtide.chain import Chain
 from lowtide.errors import InputError
 from lowtide.jax.compare import runs_plainly
-from lowtide.jax.layers.costs import LayerSteps, measure_layers, tape_bytes
+from lowtide.jax.layers.costs import measure_layers, tape_bytes
 from lowtide.jax.layers.nested import Nest, nest, of_layers, runner
 from lowtide.jax.layers.plans import plan_within
 from lowtide.jax.layers.trace import Layer, TracedLayers, called_plainly, listed, trace_layers
@@ -47,15 +48,14 @@ def sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None = None
     if runs_plainly():
         return called_plainly(rows, x)
     traced = trace_layers(rows, x)
-    found = measure_layers(traced.layers)
+    chain = measure_layers(traced.layers)
     if plan is None:
-        plan = _planned(traced.layers, found, budget)
-    elif len(plan.chain) != len(found.chain):
-        count = len(found.chain)
+        plan = _planned(traced.layers, chain, budget)
+    elif len(plan.chain) != len(chain):
         raise InputError(
-            f"the plan is for {len(plan.chain):,} steps, these {len(rows):,} layers make {count:,}; plan again"
+            f"the plan is for {len(plan.chain):,} steps, these {len(rows):,} layers make {len(chain):,}; plan again"
         )
-    return _followed(traced, of_layers(nest(plan), found))
+    return _followed(traced, of_layers(nest(plan), chain))
 
 
 def plan_sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None = None) -> Plan:
@@ -75,8 +75,8 @@ def plan_sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None =
     return _planned(traced, measure_layers(traced), budget)
 
 
-def _planned(layers: Sequence[Layer], found: LayerSteps, budget: int | str | None) -> Plan:
-    return choose(found.chain) if budget is None else plan_within(layers, found, budget)
+def _planned(layers: Sequence[Layer], chain: Chain, budget: int | str | None) -> Plan:
+    return choose(chain) if budget is None else plan_within(layers, chain, budget)
 
 
 def checkpoint_sequential(functions: Iterable[Any], segments: int, input: Any) -> Any:

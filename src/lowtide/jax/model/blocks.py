@@ -72,9 +72,8 @@ def owners(paths: Sequence[Path], blocks: Iterable[str]) -> list[str | None]:
 
 
 def dotted(path: Path) -> str:
-    """A path as people write it: layers.3; after a "." where it begins with "(", as names of what is no block do."""
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
-    return f".{name}" if name.startswith("(") else name
+    """A path as people write it: layers.3."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _rows(path: Path, tree: Any) -> list[Path]:

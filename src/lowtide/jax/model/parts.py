@@ -103,21 +103,16 @@ def trace_model(loss: Any, params: Any, args: Any, kwargs: Any, names: Sequence[
     jaxpr = opened(layer.jaxpr)
     count = len(weights)
     belongs = dict(zip(jaxpr.invars[:count], owners(weights, names), strict=True))
-    parts = _cut(_ordered(jaxpr, belongs))
+    order = _ordered(jaxpr, belongs)
     return Model(
-        parts=tuple(parts),
+        parts=tuple(_cut(order)),
         weights=tuple(jaxpr.invars[:count]),
         others=(*jaxpr.invars[count:], *jaxpr.constvars),
         results=tuple(jaxpr.outvars),
         leaves=(*leaves, *consts),
         tree=form,
-        unread=tuple(name for name in names if name not in {base_name(part.name) for part in parts}),
+        unread=tuple(name for name in names if name not in order.touched),
     )
-
-
-def base_name(name: str) -> str:
-    """The block of a part: a block that is called twice has two parts."""
-    return name.partition(" (call ")[0]
 
 
 def opened(jaxpr: core.Jaxpr) -> core.Jaxpr:

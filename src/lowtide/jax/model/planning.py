@@ -15,7 +15,7 @@ from lowtide.forms import Form
 from lowtide.jax.compare import runs_plainly
 from lowtide.jax.model.blocks import chosen_blocks, found_blocks
 from lowtide.jax.model.forms import BlockForm, forms, model_runner
-from lowtide.jax.model.parts import Model, base_name, trace_model
+from lowtide.jax.model.parts import Model, trace_model
 from lowtide.jax.model.program import Program
 from lowtide.jax.model.search import Fit, FormSearch
 from lowtide.plan import Knob, Plan
@@ -98,13 +98,12 @@ def apply(plan: Plan, loss: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(plan, Plan) or not isinstance(plan.schedule, Blocks):
         raise InputError(f"plan={plan!r} is not a plan for a model; give what plan_model returned")
     chain, options = plan.chain, plan.schedule.options
-    wanted = {
-        chain.names[k]: chain[k].menu[option].form
+    wanted = [
+        (chain.names[k], chain[k].menu[option].form)
         for k, option in enumerate(options)
         if chain.role(k) is not Role.OPTIMIZER
-    }
+    ]
     blocks = [chain.names[k] for k in chain.blocks()]
-    names = list(dict.fromkeys(map(base_name, blocks)))
     if not any(plan.schedule.options):
         return loss
 
@@ -112,22 +111,23 @@ def apply(plan: Plan, loss: Callable[..., Any]) -> Callable[..., Any]:
     def planned(params: Any, *args: Any, **kwargs: Any) -> Any:
         if runs_plainly():
             return loss(params, *args, **kwargs)
-        model = trace_model(loss, params, args, kwargs, names)
+        model = trace_model(loss, params, args, kwargs, blocks)
         return model.tree.unflatten(model_runner(model, _chosen(model, wanted, blocks))(model.leaves))
 
     return planned
 
 
-def _chosen(model: Model, wanted: dict[str, Form | None], blocks: list[str]) -> list[BlockForm]:
+def _chosen(model: Model, wanted: list[tuple[str, Form | None]], blocks: list[str]) -> list[BlockForm]:
     """The form of each part, as the plan says of its blocks and of what is between them."""
-    menus = {part.name: {entry.form: entry for entry in forms(part)} for part in model.parts}
-    if list(menus) != list(wanted) or any(form not in menus[name] for name, form in wanted.items()):
+    menus = [{entry.form: entry for entry in forms(part)} for part in model.parts]
+    alike = [part.name for part in model.parts] == [name for name, _ in wanted]
+    if not alike or any(form not in menu for menu, (_, form) in zip(menus, wanted, strict=True)):
         here = [part.name for part in model.parts if part.is_block]
         raise InputError(
             f"the plan is for a model of {len(blocks):,} blocks ({_few(blocks)}), and here are {len(here):,} "
             f"({_few(here)}); plan again"
         )
-    return [menus[name][form] for name, form in wanted.items() if form is not None]
+    return [menu[form] for menu, (_, form) in zip(menus, wanted, strict=True) if form is not None]
 
 
 def _notes(fit: Fit, model: Model, unread: list[str], donated: bool) -> list[str]:

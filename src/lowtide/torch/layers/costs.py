@@ -65,7 +65,7 @@ _MOST_TIMED = 3
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayers:
-    """Layers as a chain. `bounds` are the layers [start, stop) of each step; those before the first run plainly.
+    """Layers as a chain, but for the first ones if they have no tape and run plainly.
 
     Without a chain nothing has a tape. For each step:
 
@@ -78,7 +78,6 @@ class MeasuredLayers:
     `peak` is what measuring took.
     """
 
-    bounds: tuple[tuple[int, int], ...]
     chain: Chain | None
     kept: tuple[int, ...]
     copied: tuple[int, ...]
@@ -332,7 +331,7 @@ class _Meter:
         log, bounds = self._log, self._groups.bounds
         recording.count(probe=len(bounds))
         if not bounds:
-            return MeasuredLayers((), None, (), (), (), (), (), log.level(0, len(log.events))[1])
+            return MeasuredLayers(None, (), (), (), (), (), log.level(0, len(log.events))[1])
         costs = self._taped(x, bounds)
         recording.count(probe=len(bounds))
         parameters = [p for layer in self._layers if isinstance(layer, nn.Module) for p in layer.parameters()]
@@ -340,11 +339,12 @@ class _Meter:
             Chain.of(costs, [name_of(self._layers, *bound) for bound in bounds]),
             parameters=storage_bytes(parameters),
             gradients=storage_bytes([p for p in parameters if p.requires_grad]),
+            layers=bounds,
         )
         peak = log.level(0, len(log.events), self._plain)[1]
         unheld = tuple(self._groups.unheld(start) for start, _ in bounds)
         kept, copied_, unheld_by = tuple(self._kept), tuple(self._copied), tuple(self._unheld_by)
-        return MeasuredLayers(bounds, chain, kept, copied_, unheld, unheld_by, tuple(self._passing), peak)
+        return MeasuredLayers(chain, kept, copied_, unheld, unheld_by, tuple(self._passing), peak)
 
     def _taped(self, x: Any, bounds: tuple[tuple[int, int], ...]) -> list[StepCost]:
         log = self._log

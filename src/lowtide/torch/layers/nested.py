@@ -190,8 +190,9 @@ def _count_backward(state: Any) -> None:
         register_multi_grad_hook(tensors, lambda _: recording.count(backward=1), mode="any")
 
 
-def layer_nest(parts: tuple[Part, ...], bounds: tuple[tuple[int, int], ...], chain: Chain) -> LayerNest:
-    """The nest of a plan whose steps are these layers [start, stop), as a form: layers in the place of steps."""
+def layer_nest(parts: tuple[Part, ...], chain: Chain) -> LayerNest:
+    """The nest of a plan for a chain of layers, as a form: layers in the place of steps."""
+    bounds = chain.layers
 
     def within(parts: tuple[Part, ...]) -> Iterator[LayerRange | LayerNest]:
         for part in parts:

@@ -9,7 +9,6 @@ work.
 from __future__ import annotations
 
 import functools
-import re
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -56,7 +55,6 @@ _MOST_ROWS = 64
 _MOST_BUDGETS = 16
 # Checkpoint calls inside one another: Python's stack has room for more, but not for many more.
 _MOST_DEPTH = 100
-_STEP_NAME = re.compile(r"([0-9]+)(?:-([0-9]+))? ")
 
 
 def sequential(
@@ -97,14 +95,14 @@ def _sequential(
         return through(row, x)
     options = {"contexts": tuple(contexts), "check_rerun": check_rerun}
     if plan is not None:
-        bounds, parts = _bounds(plan, len(row)), nest_of_plan(plan)
+        chain, parts = _chain_for(plan, len(row)), nest_of_plan(plan)
         if has_forms(parts):  # which are traced beside the run, not in its memory
             _costs(row, x)
-        return _run(row, bounds, parts, x, options, plan.chain)
+        return _run(row, parts, x, options, chain)
     costs = _costs(row, x)
     if costs is None or costs.row.chain is None:
         return through(row, x)
-    return _run(row, costs.row.bounds, costs.plan(budget)[1], x, options, costs.row.chain)
+    return _run(row, costs.plan(budget)[1], x, options, costs.row.chain)
 
 
 def plan_sequential(layers: Layers, x: Any, *, budget: int | str | None = None) -> Plan:
@@ -157,10 +155,10 @@ def _checkpoint_sequential(functions: Layers, segments: int, input: Any, preserv
     costs = _costs(row, input, forms=False)
     if costs is None or costs.row.chain is None:
         return through(row, input)
-    chain, bounds = costs.row.chain, costs.row.bounds
+    chain = costs.row.chain
     cut = balanced([chain[k].tape for k in range(len(chain))], min(count, len(chain)))
     parts = [Part(start, stop, (Part(start, stop),)) for start, stop in cut[:-1]]
-    return _run(row, bounds, (*parts, Part(*cut[-1])), input, {"preserve_rng_state": preserve_rng_state}, chain)
+    return _run(row, (*parts, Part(*cut[-1])), input, {"preserve_rng_state": preserve_rng_state}, chain)
 
 
 class Sequential(nn.Sequential):
@@ -229,34 +227,24 @@ def _runs_plainly() -> bool:
     return not torch.is_grad_enabled() or recording.runs_plainly() or _transformed() is not None
 
 
-def _bounds(plan: Plan, layers: int) -> tuple[tuple[int, int], ...]:
-    """The layers [start, stop) of each step of a plan: those that its name says, or one for each."""
-    bounds: list[tuple[int, int]] = []
-    for k in range(len(plan.chain)):
-        match = _STEP_NAME.match(plan.chain.names[k] if plan.chain.names else f"{k} ")
-        start = -1 if match is None else int(match[1])
-        if match is None or (bounds and bounds[-1][1] != start):
-            name = plan.chain.name(k)
-            raise InputError(f"the plan's steps are not named after layers: {name!r}; plan again with plan_sequential")
-        bounds.append((start, int(match[2] or start) + 1))
-    if bounds[-1][1] != layers:
+def _chain_for(plan: Plan, layers: int) -> Chain:
+    """The plan's chain, which says which layers its steps are; one that was made on paper has one for each step."""
+    chain = plan.chain
+    if not chain.layers:
+        if chain.names:
+            raise InputError(f"the plan's steps are not layers, but {chain.name(0)!r}; plan again with plan_sequential")
+        chain = replace(chain, layers=tuple((k, k + 1) for k in range(len(chain))))
+    if chain.layers[-1][1] != layers:
         raise InputError(
-            f"the plan is for {bounds[-1][1]:,} layers, and there are {layers:,}; plan again with plan_sequential"
+            f"the plan is for {chain.layers[-1][1]:,} layers, and there are {layers:,}; plan again with plan_sequential"
         )
-    return tuple(bounds)
+    return chain
 
 
-def _run(
-    row: list[Layer],
-    bounds: tuple[tuple[int, int], ...],
-    parts: tuple[Part, ...],
-    x: Any,
-    options: dict[str, Any],
-    chain: Chain,
-) -> Any:
+def _run(row: list[Layer], parts: tuple[Part, ...], x: Any, options: dict[str, Any], chain: Chain) -> Any:
     """Run the layers before the chain as they are, and its steps as the nest says."""
-    x = through(row[: bounds[0][0]], x)
-    steps = tuple(tuple(row[start:stop]) for start, stop in bounds)
+    x = through(row[: chain.layers[0][0]], x)
+    steps = tuple(tuple(row[start:stop]) for start, stop in chain.layers)
     return Runner(steps, options, Forms(chain)).run(parts, x)
 
 

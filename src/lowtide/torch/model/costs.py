@@ -284,7 +284,7 @@ class Bench:
         for plans, budget in product((timeless, timely), budgets):
             with suppress(BudgetError):  # the fastest may not be the smallest
                 plan, nest = plans.plan(budget)
-                form = layer_nest(nest, row.bounds, chain)
+                form = layer_nest(nest, chain)
                 if form not in seen and any(part.inside or part.option for part in nest):
                     seen.add(form)
                     seconds = Plan.make(chain, plan.knob, plan.schedule).bill.seconds - chain.plain_seconds
