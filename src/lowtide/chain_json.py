@@ -26,9 +26,10 @@ def chain_document(chain: Chain) -> dict[str, Any]:
 
 def chain_of(costs: dict[str, Any]) -> Chain:
     """The chain that `chain_document` wrote. Those of earlier versions say what steps are by their names alone."""
-    names, roles, layers = tuple(costs["names"]), costs.get("roles"), costs.get("layers")
+    steps, names = tuple(map(_step, costs["steps"])), tuple(costs["names"])
+    roles, layers = costs.get("roles"), costs.get("layers")
     return Chain(
-        tuple(map(_step, costs["steps"])),
+        steps,
         costs["length"],
         names,
         costs.get("parameters", 0),

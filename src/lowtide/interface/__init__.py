@@ -1,5 +1,5 @@
-"""What both front ends share of their faces: options that are checked, progress bars, comparisons of gradients.
+"""Interface: what both front ends share, and what knows no framework.
 
-In: what users write. Out: the option of a loop and its plan (`options`), bars that move (`progress`), and what a
-comparison found (`comparison`). Imports the core, and knows no framework.
+In: what users write. Out: the option of a loop, checked (`options`), progress bars (`progress`), what a comparison of
+gradients found (`comparison`), and the cache for what was learned of functions (`cache`). Imports the core only.
 """

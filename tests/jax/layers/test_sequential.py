@@ -19,11 +19,12 @@ import lowtide.jax as lt
 from lowtide import BudgetError, Plan
 from lowtide.chain import Chain, Disk, StepCost, TapeOption
 from lowtide.errors import FunctionError, InputError
+from lowtide.interface.cache import Cache
 from lowtide.jax.layers import plans
 from lowtide.jax.layers.costs import cost_of
 from lowtide.jax.layers.nested import nest
 from lowtide.jax.layers.trace import trace_layers
-from lowtide.jax.xla import cache
+from lowtide.jax.xla import compiled as looked_at
 from lowtide.plan import Knob
 from lowtide.planners.choose import choose
 from lowtide.planners.unequal import Hetero
@@ -300,7 +301,7 @@ def test_without_a_budget_bytes_are_estimated(record_property: Any) -> None:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is compiled to see whether a plan fits, as it happens."""
     seen: list[Any] = []
-    monkeypatch.setattr(cache, "_known", {})
+    monkeypatch.setattr(looked_at, "_bytes", Cache(2048))
     measure = plans.compiled_bytes
 
     def counted(layers: Any, items: Any, *, of_x: bool) -> int:
@@ -339,7 +340,7 @@ def test_nothing_is_compiled_without_a_budget(compiled: list[Any]) -> None:
 
 
 def test_what_is_remembered_is_bounded_and_holds_no_model(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MOST_PROGRAMS", 3)
+    monkeypatch.setattr(looked_at, "_bytes", known := Cache[int](3))
     weights = jnp.ones((3, 3))
 
     def layer(x: Any) -> Any:
@@ -348,7 +349,7 @@ def test_what_is_remembered_is_bounded_and_holds_no_model(compiled: list[Any], m
     alive = weakref.ref(layer)
     for rows in range(1, 4):
         lt.plan_sequential([layer, layer], shape(rows, 3), budget="1MiB")
-    assert len(compiled) > len(cache._known) == 3
+    assert len(compiled) > len(known) == 3
     del layer
     jax.clear_caches()
     gc.collect()

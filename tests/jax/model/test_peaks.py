@@ -13,8 +13,9 @@ import pytest
 
 import lowtide.jax as lt
 from lowtide import BudgetError
+from lowtide.interface.cache import Cache
 from lowtide.jax.model import program as model_program
-from lowtide.jax.xla import cache
+from lowtide.jax.xla import compiled as looked_at
 from lowtide.simulate import simulate
 from tests.jax.model.models import (
     CASES,
@@ -119,8 +120,7 @@ def test_types_are_enough_and_a_share_is_one_of_the_plain_step() -> None:
 
 
 def test_one_program_is_compiled_once_and_no_model_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_known", {})
-    monkeypatch.setattr(cache, "_MOST_PROGRAMS", 3)
+    monkeypatch.setattr(looked_at, "_bytes", known := Cache[int](3))
     seen: list[Any] = []
     measure = model_program._allocated
 
@@ -138,7 +138,7 @@ def test_one_program_is_compiled_once_and_no_model_is_kept(monkeypatch: pytest.M
         lt.plan_model(loss, case.params, *case.args, peak="100%")
     assert len(seen) == 1
     least_of(Case(loss, case.params, case.args))
-    assert len(cache._known) == 3 <= len(seen)
+    assert len(known) == 3 <= len(seen)
     alive = weakref.ref(loss)
     del loss
     jax.clear_caches()

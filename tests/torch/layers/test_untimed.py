@@ -51,9 +51,7 @@ def test_what_was_found_by_seconds_is_never_chosen() -> None:
 
 def test_layers_take_as_long_as_their_tapes_are_large() -> None:
     chain = _chain(1.0)
-    row = untimed_layers(
-        MeasuredLayers(chain, (0, 0), (0, 0), (0, 0), ((0, 0), (0, 0)), ((0, 0), (0, 0)), 0)
-    )
+    row = untimed_layers(MeasuredLayers(chain, (0, 0), (0, 0), (0, 0), ((0, 0), (0, 0)), ((0, 0), (0, 0)), 0))
     assert row.chain is not None
     assert (row.chain[0].forward, row.chain[0].backward) == (100.0, 200.0)
     assert [option.extra for option in row.chain[1].options] == [6.0, 9.0]

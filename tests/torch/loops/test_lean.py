@@ -12,6 +12,7 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import BudgetError, InputError
+from lowtide.interface.cache import Cache
 from lowtide.torch import measure
 from lowtide.torch.loops import lean_step
 from tests.torch.loops.test_budget import MODELS, peak_of
@@ -216,7 +217,7 @@ def _counting(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_there_is_room_for_tracing_a_number_that_is_new(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lean_step, "_MOST_ROOMS", 1)
+    monkeypatch.setattr(lean_step, "_needed", Cache(1))
     model, xs = _counting(20, 30), lt.Steps(lambda k: k, 40)
     _least(_counting(10, 10), xs)  # more steps than are remembered
     if again:  # the first steps are traced, later ones are not

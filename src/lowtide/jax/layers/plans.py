@@ -21,7 +21,7 @@ from lowtide.chain import Chain, StepCost, Working
 from lowtide.errors import BudgetError
 from lowtide.jax.layers.nested import Nest, nest, of_layers, runner
 from lowtide.jax.layers.trace import Layer
-from lowtide.jax.xla.cache import digest, program_bytes
+from lowtide.jax.xla.compiled import digest, memory_of, program_bytes
 from lowtide.jax.xla.jaxprs import Leaves, is_float, replaced
 from lowtide.plan import Knob, Plan
 from lowtide.planners import unequal
@@ -152,10 +152,7 @@ def compiled_bytes(layers: Sequence[Layer], items: Nest, *, of_x: bool) -> int:
         return sum((jnp.sum(jnp.square(leaf)).real for leaf in floats), jnp.zeros(()))
 
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-    # Optimisations of machine code take half the time, and change nothing of what is allocated.
-    options: dict[str, Any] | None = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    compiled: Any = jax.jit(jax.grad(loss)).lower([types[k] for k in moving], types).compile(options)
-    return int(compiled.memory_analysis().temp_size_in_bytes)
+    return int(memory_of(jax.jit(jax.grad(loss)).lower([types[k] for k in moving], types)).temp_size_in_bytes)
 
 
 def _stand_alone(layers: Sequence[Layer]) -> bool:

@@ -17,7 +17,7 @@ from lowtide.jax.model.blocks import is_array
 from lowtide.jax.model.costs import ResidentBytes
 from lowtide.jax.model.forms import BlockForm, model_runner
 from lowtide.jax.model.parts import Model
-from lowtide.jax.xla.cache import digest, program_bytes
+from lowtide.jax.xla.compiled import digest, memory_of, program_bytes
 from lowtide.jax.xla.jaxprs import Leaves, is_float, nbytes, replaced
 
 
@@ -92,9 +92,7 @@ class Program:
 
 
 def _allocated(lowered: Any) -> int:
-    # Optimisations of machine code take half the time, and change nothing of what is allocated.
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    memory = lowered.compile(options).memory_analysis()
+    memory = memory_of(lowered)
     arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
     return int(arguments + results + memory.temp_size_in_bytes)
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 from lowtide.chain import Chain, Working
 from lowtide.checks import function
 from lowtide.errors import BudgetError, InputError
+from lowtide.interface.cache import Cache
 from lowtide.nest import Part
 from lowtide.plan import Knob, Plan
 from lowtide.planners.choose import choose, least_budget
@@ -43,7 +44,6 @@ from lowtide.torch.layers.nested import (
     through,
 )
 from lowtide.torch.memory import recording
-from lowtide.torch.memory.cache import Cache
 
 Layers = nn.Sequential | nn.ModuleList | list[Layer] | tuple[Layer, ...]
 Contexts = Iterable[Callable[[], AbstractContextManager[Any]]]

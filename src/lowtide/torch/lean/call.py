@@ -16,13 +16,13 @@ from torch import nn
 
 from lowtide.checks import function as check_function
 from lowtide.errors import InputError
+from lowtide.interface.cache import Cache
 from lowtide.sizes import parse_budget
 from lowtide.torch.lean.graph import LeanGraph, LeanPoint, LeanSize, sizes_in_bits
 from lowtide.torch.lean.guards import Guards
 from lowtide.torch.lean.tape import Doubt, LeanTape
 from lowtide.torch.lean.trace import Tracer, tracing
 from lowtide.torch.memory import recording
-from lowtide.torch.memory.cache import Cache
 
 Result = TypeVar("Result")
 

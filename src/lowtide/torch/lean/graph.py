@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 
 from lowtide.errors import BudgetError, InputError
+from lowtide.interface.cache import Cache
 from lowtide.planners.cut import Cut, Operation, Value, everything, frontier, least_bytes
 from lowtide.sizes import format_size, parse_budget
 from lowtide.torch.lean.bitmasks import bits_of, bytes_in_bits
 from lowtide.torch.lean.trace import Op, Pack, Source, StorageView, Trace
-from lowtide.torch.memory.cache import Cache
 
 _MOST_RECIPES = 64  # of one graph, each for another size of tape
 _HEAVIER = 30  # times as long as moving its bytes is about what a heavy operation takes

@@ -24,7 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from lowtide.torch.memory.cache import Cache
+from lowtide.interface.cache import Cache
 
 _MOST_MODULES = 100_000  # called themselves, of which it is remembered where their insides are
 _MOST_CODES = 4096  # functions of which it is remembered which globals they name

@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.interface.cache import Cache
 from lowtide.torch.lean.graph import LeanGraph, LeanPoint, LeanSize, sizes_in_bits
 from lowtide.torch.lean.guards import PaperGuards
 from lowtide.torch.lean.tape import Doubt, PaperTape
 from lowtide.torch.lean.trace import Tracer, tracing
-from lowtide.torch.memory.cache import Cache
 from lowtide.torch.paper.devices import A100, Device
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE

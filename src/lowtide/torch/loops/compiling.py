@@ -8,13 +8,13 @@ loop over the compiled step; should the programs part later, the check of reruns
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lowtide.torch.loops.outputs import Like, like_of
+from lowtide.interface.cache import Cache
+from lowtide.torch.loops.outputs import like_of
 from lowtide.torch.loops.runner import StepRunner
 from lowtide.torch.loops.step import StepFunction
 from lowtide.torch.memory import recording
@@ -24,6 +24,8 @@ from lowtide.torch.state.bits import same_bits
 # than one step to come to that many.
 _ENOUGH_NUMBERS = 512
 _MOST_COMPARED_STEPS = 16
+_MOST_FUNCTIONS = 64  # whose compiled form is kept from loop to loop
+_MOST_SHAPES = 64  # of one function's carry, for which it is remembered whether both programs agree
 
 
 class _Compiled:
@@ -31,22 +33,24 @@ class _Compiled:
 
     def __init__(self, target: Callable[..., Any]) -> None:
         self.call = torch.compile(target)
-        self.agrees: dict[tuple[Like | None, ...], bool] = {}
+        self.agrees: Cache[bool] = Cache(_MOST_SHAPES)
 
 
-_compiled: weakref.WeakKeyDictionary[Callable[..., Any], _Compiled] = weakref.WeakKeyDictionary()
+# By the function itself, which its compiled form holds on to in any case.
+_compiled: Cache[_Compiled] = Cache(_MOST_FUNCTIONS)
 
 
 def use_compiled(runner: StepRunner, target: Callable[..., Any], step: Callable[[Any], StepFunction]) -> None:
     """Let the runner, which is at its beginning, run `step` made of the compiled `target`."""
-    if target not in _compiled:
-        _compiled[target] = _Compiled(target)
-    found = _compiled[target]
+    found = _compiled.get(target)
+    if found is None:
+        found = _compiled.setdefault(target, _Compiled(target))
     runner.use_step(step(found.call))
     shapes = tuple(like_of(leaf) for leaf in runner.begin.leaves)
-    if shapes not in found.agrees:
-        found.agrees[shapes] = _agrees(runner)
-    if not found.agrees[shapes]:
+    agrees = found.agrees.get(shapes)
+    if agrees is None:
+        agrees = found.agrees.setdefault(shapes, _agrees(runner))
+    if not agrees:
         runner.tape_always()
 
 

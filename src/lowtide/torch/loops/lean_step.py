@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.interface.cache import Cache
 from lowtide.torch.lean.call import lean
 from lowtide.torch.lean.guards import Guards
 from lowtide.torch.memory.tracker import key_of, tensors_of
@@ -22,10 +23,10 @@ from lowtide.torch.state.hidden import Hidden
 _holders: Callable[[int], int] = torch._C._storage_Use_Count
 _one = torch.empty(1)
 _ALONE = _holders(key_of(_one)) - 1  # what Python adds
+_MOST_STEPS_KNOWN = 512
 # By what is known of a step: the most bytes that one needed while it ran and not afterwards. Kept from loop to loop,
-# because a later one may find all of its steps traced; `room` clears it when it is full.
-_rooms: dict[tuple[object, ...], int] = {}
-_MOST_ROOMS = 512
+# because a later one may find all of its steps traced.
+_needed: Cache[int] = Cache(_MOST_STEPS_KNOWN)
 
 
 class LeanStep:
@@ -86,17 +87,16 @@ class LeanStep:
         finally:
             self._held = None
 
-    def room(self, forms: tuple[Any, ...], seen: int) -> int:
+    def most_needed(self, forms: tuple[Any, ...], seen: int) -> int:
         """The most bytes that a step of these forms was ever seen to need while it ran, and no longer afterwards.
 
         A step that is traced holds its whole tape as long as it runs. Where numbers vary, later steps may be traced, so
         there has to be room for it even if the steps seen now were traced before.
         """
         key = (self._kind, *forms)
-        if key not in _rooms and len(_rooms) >= _MOST_ROOMS:
-            _rooms.clear()
-        _rooms[key] = max(seen, _rooms.get(key, 0))
-        return _rooms[key]
+        most = max(seen, _needed.get(key) or 0)
+        _needed.put(key, most)
+        return most
 
 
 def _others(tensors: list[torch.Tensor]) -> dict[int, int]:

@@ -218,7 +218,7 @@ class Meter:
     def leave_room(self, leaves: list[torch.Tensor]) -> None:
         """Let the last step have needed as much as any that made such leaves, if others may be traced yet."""
         if self._lean is not None and self._lean.varies:
-            room = self._lean.room(tuple(like_of(leaf) for leaf in leaves), self._room)
+            room = self._lean.most_needed(tuple(like_of(leaf) for leaf in leaves), self._room)
             self.taped = self.after - self.before + room
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""The one cache of the torch side: values by key, for as long as the objects that a key names are alive.
+"""The one cache of both front ends: values by key, for as long as the objects that a key names are alive.
 
 Owner: each `Cache` is a constant of the module, or a field of the object, that fills it; nobody else writes to it, and
-`clear()` is always right, because whatever is not found is made again.
+`clear()` is always right, because whatever is not found is made again. (Planners, which are pure functions of numbers,
+use `functools.lru_cache`.)
 
 What it keeps alive: keys and values, and nothing else. An object that a key knows by identity is an *anchor*, held by a
 weak reference. So a key has its `id`, and a value must not hold on to it: either would keep it alive for good.
 
-When it forgets: an entry goes when one of its anchors dies, and where there would be more than `most` entries, those
+When it forgets: an entry goes when one of its anchors dies; and where there would be more than `most` entries, those
 that were used least recently go.
 """
 
@@ -20,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 V = TypeVar("V")
 
-_SHARE_THAT_GOES = 10  # one in so many entries, of a cache that is full: to find the oldest takes a look at all of them
+_ENTRIES_PER_EVICTION = 10  # a full cache drops one entry in ten at once: finding the oldest means looking at all
 
 
 class _Entry(Generic[V]):
@@ -98,7 +99,7 @@ class Cache(Generic[V]):
             self._entries.clear()
 
     def _drop_oldest(self) -> None:
-        surplus = len(self._entries) - self.most + self.most // _SHARE_THAT_GOES
+        surplus = len(self._entries) - self.most + self.most // _ENTRIES_PER_EVICTION
         entries = self._entries.copy()  # in one step, so that no death comes in between
         for key in sorted(entries, key=lambda key: entries[key].used)[:surplus]:
             self._entries.pop(key, None)

@@ -8,7 +8,7 @@ import weakref
 
 from torch import nn
 
-from lowtide.torch.memory.cache import Cache
+from lowtide.interface.cache import Cache
 
 
 class Thing:
