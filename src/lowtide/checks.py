@@ -1,8 +1,9 @@
-"""What users give, checked once: whole numbers, seconds, and functions."""
+"""What users give, checked once: whole numbers, seconds, functions, and that one knob is turned at most."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 from lowtide.errors import FunctionError, InputError
 
@@ -55,3 +56,10 @@ def function(value: object, name: str) -> None:
     """Refuse what cannot be called."""
     if not callable(value):
         raise FunctionError(f"{name}={value!r} is a {type(value).__name__}, which cannot be called; give a function")
+
+
+def one_knob(given: Mapping[str, object]) -> None:
+    """Refuse more than one of these arguments; None is for one that is left out."""
+    turned = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if len(turned) > 1:
+        raise InputError(f"{' and '.join(turned)} are two knobs; give one of {', '.join(given)}, or none")

@@ -20,6 +20,7 @@ _UNITS = {"b": 1} | {
 _SPELLED = {"kb": "KB", "mb": "MB", "gb": "GB", "tb": "TB", "kib": "KiB", "mib": "MiB", "gib": "GiB", "tib": "TiB"}
 _NUMBER = re.compile(r"\s*([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(\.[0-9]+)?\s*([a-zA-Z]+|%)?\s*", re.ASCII)
 
+_ANY_WHOLE = 2**40  # bytes: of so much, every percentage that people write is more than a byte
 ACCEPTED = 'an int of bytes (67108864), or a string such as "67108864", "64MiB", "1.5 GB" (1 GB = 10^9, 1 GiB = 2^30)'
 ACCEPTED_BUDGET = f'{ACCEPTED}, or "25%"'
 
@@ -40,6 +41,11 @@ def parse_budget(budget: int | str, whole: int, name: str = "budget") -> int:
     if not 0 < number <= 100:
         raise InputError(f"{name}={budget!r} must be more than 0% and at most 100%")
     return _at_least_one(number * whole / 100, budget, name, ACCEPTED_BUDGET)
+
+
+def check_budget(budget: int | str, name: str = "budget") -> None:
+    """Refuse what `parse_budget` would refuse, before it is known what a percentage is taken of."""
+    parse_budget(budget, _ANY_WHOLE, name)
 
 
 def format_size(size: int) -> str:

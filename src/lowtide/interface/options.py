@@ -1,7 +1,7 @@
-"""What a user asks of a loop, checked: how much memory it may take, and what to make of its outputs.
+"""What a user asks of a loop or a row of layers, checked: how much memory it may take, and what becomes of its outputs.
 
-The option has four spellings, `budget`, `checkpoints`, `base` and none; the plan follows from it. While loops have
-options of their own. `reduce` is a word or a fold.
+The option has four spellings, `budget`, `checkpoints`, `base` and none, and two at once are refused; which plan follows
+from it is decided by `planners.choose`. While loops have options of their own. `reduce` is a word or a fold.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lowtide.chain import Chain, StepCost
-from lowtide.checks import function, whole_number
+from lowtide.checks import function, one_knob, whole_number
 from lowtide.errors import InputError
 from lowtide.plan import Plan
 from lowtide.planners.choose import choose
-from lowtide.sizes import parse_budget, parse_size
+from lowtide.sizes import check_budget, parse_budget, parse_size
 
 Fold = tuple[Any, Callable[[Any, Any], Any]]
 Reduce = str | Fold | None
@@ -61,7 +61,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """The knobs of a call, at most one of them turned."""
+    """The knobs of a loop, of which at most one is turned."""
 
     base: int | None
     checkpoints: int | None
@@ -71,17 +71,14 @@ class Knobs:
 
     def __post_init__(self) -> None:
         given = {"base": self.base, "checkpoints": self.checkpoints, "budget": self.budget, "plan": self.plan}
-        turned = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-        if len(turned) > 1:
-            raise InputError(f"{' and '.join(turned)} are two knobs; give one of {', '.join(given)}, or none")
-        if self.plan is not None and not isinstance(self.plan, Plan):
-            raise InputError(f"plan={self.plan!r} is a {type(self.plan).__name__}; give what plan_scan returned")
+        one_knob(given)
+        _check_plan(self.plan, "plan_scan")
         if self.base is not None:
             whole_number(self.base, "base", least=self.least_base)
         if self.checkpoints is not None:
             whole_number(self.checkpoints, "checkpoints", least=1)
         if self.budget is not None:
-            parse_budget(self.budget, 2**40)
+            check_budget(self.budget)
 
     def needs_costs(self) -> bool:
         """Whether the plan depends on what a step costs."""
@@ -108,6 +105,19 @@ class Knobs:
         return length <= (2 if self.checkpoints is None else 1)
 
 
+def check_layer_knobs(budget: int | str | None, plan: Plan | None) -> None:
+    """Refuse what a row of layers cannot be run with, before it is measured or traced."""
+    one_knob({"budget": budget, "plan": plan})
+    _check_plan(plan, "plan_sequential")
+    if budget is not None:
+        check_budget(budget)
+
+
+def _check_plan(plan: object, maker: str) -> None:
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan={plan!r} is a {type(plan).__name__}; give what {maker} returned")
+
+
 @dataclass(frozen=True, slots=True)
 class WhileKnobs:
     """What a while loop is told: snapshots, or bytes to find their number from, and when to stop at the latest."""
@@ -129,10 +139,7 @@ class WhileKnobs:
         """The arguments of a call, checked; `no_end` stands for no end."""
         function(cond, "cond")
         function(body, "body")
-        if checkpoints is not None and budget is not None:
-            raise InputError(
-                f"checkpoints={checkpoints!r} and budget={budget!r} are two knobs; give one of them, or none"
-            )
+        one_knob({"checkpoints": checkpoints, "budget": budget})
         return cls(
             DEFAULT_CHECKPOINTS if checkpoints is None else whole_number(checkpoints, "checkpoints", least=1),
             None if budget is None else parse_size(budget, "budget"),

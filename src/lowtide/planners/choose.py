@@ -1,7 +1,8 @@
 """One knob and a chain in, the cheapest plan out. Which planner that takes is decided here and nowhere else.
 
 The knob has four spellings: `budget` in bytes, `checkpoints` in snapshots, `base` in steps between snapshots,
-or none, which asks for the least memory that runs no step more than one extra time.
+or none, which asks for the least memory that runs no step more than one extra time. A budget that no plan fits is
+refused here, with the least that one does (`least_budget`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lowtide.chain import Chain, Disk, Ways
-from lowtide.checks import whole_number
+from lowtide.checks import one_knob, whole_number
 from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Knob, Plan, Schedule
 from lowtide.planners import unequal
@@ -41,8 +42,8 @@ def choose(
     Args:
         chain: what the steps cost.
         budget: bytes for snapshots, tape and working set ("64MiB", 67108864), or a share of all tapes ("25%").
-        checkpoints: at most so many snapshots, the initial state among them, and one step of tape.
-        base: a snapshot every so many steps, and so many steps of tape.
+        checkpoints: at most this many snapshots, the initial state among them, and one step of tape.
+        base: a snapshot every `base` steps, and `base` steps of tape.
         disk: a second tier for snapshots; goes with `budget` and equal steps, which are then taped whole.
         rooms: snapshots and tape have a room of fixed size each, as in a compiled program; for equal steps.
 
@@ -50,7 +51,7 @@ def choose(
         InputError: two knobs at once, or one that is not a number of its kind.
         BudgetError: no plan fits; it names the least budget that works.
     """
-    _refuse_two({"budget": budget, "checkpoints": checkpoints, "base": base})
+    one_knob({"budget": budget, "checkpoints": checkpoints, "base": base})
     if disk is not None and (budget is None or not chain.is_equal):
         raise InputError("disk goes with budget= and a chain of equal steps; give both, or leave disk out")
     if rooms and (disk is not None or not chain.is_equal):
@@ -67,12 +68,6 @@ def choose(
         every = whole_number(base, "base", least=1)
         return Plan.make(chain, Knob("base", every), Base(every))
     return _one_extra_run(chain, rooms=rooms)
-
-
-def _refuse_two(given: dict[str, object]) -> None:
-    turned = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    if len(turned) > 1:
-        raise InputError(f"{' and '.join(turned)} are two knobs; give one of budget, checkpoints and base, or none")
 
 
 def _with_slots(chain: Chain, slots: int) -> Schedule:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lowtide.chain import Chain
 from lowtide.errors import InputError
+from lowtide.interface.options import check_layer_knobs
 from lowtide.jax.compare import runs_plainly
 from lowtide.jax.layers.costs import measure_layers, tape_bytes
 from lowtide.jax.layers.nested import Nest, nest, of_layers, runner
@@ -15,7 +16,6 @@ from lowtide.jax.layers.trace import Layer, TracedLayers, called_plainly, listed
 from lowtide.plan import Plan
 from lowtide.planners.choose import choose
 from lowtide.planners.segments import balanced, segment_count
-from lowtide.sizes import parse_budget
 
 
 def sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None = None, plan: Plan | None = None) -> Any:
@@ -44,7 +44,7 @@ def sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None = None
         InputError: an argument cannot be used.
     """
     rows = listed(layers, "layers")
-    _check_knobs(budget, plan)
+    check_layer_knobs(budget, plan)
     if runs_plainly():
         return called_plainly(rows, x)
     traced = trace_layers(rows, x)
@@ -70,7 +70,7 @@ def plan_sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None =
         budget: as in `sequential`.
     """
     rows = listed(layers, "layers")
-    _check_knobs(budget, None)
+    check_layer_knobs(budget, None)
     traced = trace_layers(rows, x).layers
     return _planned(traced, measure_layers(traced), budget)
 
@@ -101,16 +101,6 @@ def checkpoint_sequential(functions: Iterable[Any], segments: int, input: Any) -
     ranges = balanced(tape_bytes(traced.layers), segments)
     *first, (start, stop) = ranges
     return _followed(traced, (*(tuple(range(*part)) for part in first), *range(start, stop)))
-
-
-def _check_knobs(budget: int | str | None, plan: Plan | None) -> None:
-    """Before anything is traced."""
-    if budget is not None:
-        parse_budget(budget, 2**40)
-    if plan is not None and not isinstance(plan, Plan):
-        raise InputError(f"plan={plan!r} is a {type(plan).__name__}; give what plan_sequential returned")
-    if budget is not None and plan is not None:
-        raise InputError(f"budget={budget!r} and plan={plan!r} are two knobs; give one of them, or none")
 
 
 def _followed(traced: TracedLayers, items: Nest) -> Any:

@@ -20,7 +20,7 @@ from lowtide.jax.model.program import Program
 from lowtide.jax.model.search import Fit, FormSearch
 from lowtide.plan import Knob, Plan
 from lowtide.planners.blocks import Blocks, block_frontier
-from lowtide.sizes import parse_budget
+from lowtide.sizes import check_budget
 
 _MOST_SHOWN = 6  # names in a note or an error
 
@@ -63,7 +63,7 @@ def plan_model(
         BudgetError: no plan keeps the peak; `.least` is the smallest that was compiled, and works.
         InputError: an argument cannot be used.
     """
-    parse_budget(peak, 2**40, "peak")
+    check_budget(peak, "peak")
     if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InputError(f"optimizer={optimizer!r} has no init and update; give one as optax makes them")
     found = names = found_blocks(params) if blocks is None else chosen_blocks(params, blocks)

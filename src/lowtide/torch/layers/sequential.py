@@ -25,6 +25,7 @@ from lowtide.chain import Chain, Working
 from lowtide.checks import function
 from lowtide.errors import BudgetError, InputError
 from lowtide.interface.cache import Cache
+from lowtide.interface.options import check_layer_knobs
 from lowtide.nest import Part
 from lowtide.plan import Knob, Plan
 from lowtide.planners.choose import choose, least_budget
@@ -90,7 +91,7 @@ def _sequential(
     layers: Layers, x: Any, budget: int | str | None, plan: Plan | None, contexts: Contexts, check_rerun: bool
 ) -> Any:
     row = _listed(layers, "layers")
-    _check_knobs(budget, plan)
+    check_layer_knobs(budget, plan)
     if not row or _runs_plainly():
         return through(row, x)
     options = {"contexts": tuple(contexts), "check_rerun": check_rerun}
@@ -111,7 +112,7 @@ def plan_sequential(layers: Layers, x: Any, *, budget: int | str | None = None) 
     Each step of its chain is a layer, or several that cannot be parted: its name says which.
     """
     row = _listed(layers, "layers")
-    _check_knobs(budget, None)
+    check_layer_knobs(budget, None)
     if not row:
         raise InputError("there are 0 layers, which need no plan; give at least one")
     costs = _costs(row, x)
@@ -173,7 +174,7 @@ class Sequential(nn.Sequential):
     def __init__(self, model: nn.Sequential, *, budget: int | str | None = None, plan: Plan | None = None) -> None:
         if not isinstance(model, nn.Sequential):
             raise InputError(f"model is a {type(model).__name__}; give an nn.Sequential")
-        _check_knobs(budget, plan)
+        check_layer_knobs(budget, plan)
         super().__init__()
         for name, child in model._modules.items():
             self.add_module(name, child)
@@ -206,15 +207,6 @@ def _listed(layers: Any, name: str) -> list[Layer]:
     for k, layer in enumerate(row):
         function(layer, f"{name}[{k}]")
     return row
-
-
-def _check_knobs(budget: int | str | None, plan: Plan | None) -> None:
-    if budget is not None and plan is not None:
-        raise InputError(f"budget={budget!r} and plan={plan!r} are two knobs; give one of budget and plan, or none")
-    if plan is not None and not isinstance(plan, Plan):
-        raise InputError(f"plan={plan!r} is a {type(plan).__name__}; give what plan_sequential returned")
-    if budget is not None:
-        parse_budget(budget, 2**40)
 
 
 def _uncompiled(run: Callable[..., Any]) -> Callable[..., Any]:

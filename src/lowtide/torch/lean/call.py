@@ -17,7 +17,7 @@ from torch import nn
 from lowtide.checks import function as check_function
 from lowtide.errors import InputError
 from lowtide.interface.cache import Cache
-from lowtide.sizes import parse_budget
+from lowtide.sizes import check_budget
 from lowtide.torch.lean.graph import LeanGraph, LeanPoint, LeanSize, sizes_in_bits
 from lowtide.torch.lean.guards import Guards
 from lowtide.torch.lean.tape import Doubt, LeanTape
@@ -176,7 +176,7 @@ class Lean(nn.Module):
 
 def _check_tape(tape: int | str | LeanSize | None) -> None:
     if tape is not None and not isinstance(tape, LeanSize) and (tape != 0 or isinstance(tape, bool)):
-        parse_budget(tape, 2**40)
+        check_budget(tape)
 
 
 def _steps_aside() -> bool:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,17 +53,12 @@ class Outputs:
             raise InputError(
                 f"step {k:,} returned an output of another form: {error}; return the same at each step"
             ) from None
-        if [like_of(leaf) for leaf in leaves] != self._like:
-            self._refuse_unlike(k, leaves)
+        if unlike := first_unlike(leaves, self._like, self.names):
+            raise InputError(
+                f"step {k:,} returned the output {unlike.name} as {unlike.now}, at the step before it was "
+                f"{unlike.before}; return the same shape, dtype and device at each step"
+            )
         return leaves
-
-    def _refuse_unlike(self, k: int, leaves: list[Any]) -> None:
-        """Say which leaf of the output has another shape, dtype or device than at the first step."""
-        name, leaf, was = first_unlike(leaves, self._like, self.names)
-        raise InputError(
-            f"step {k:,} returned the output {name} as {described(leaf)}, at the step before it was {was}; "
-            "return the same shape, dtype and device at each step"
-        )
 
     def _begin(self, y: Any) -> None:
         self.form = form_of(y)
@@ -254,13 +249,24 @@ def like_of(leaf: Any) -> Like | None:
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else None
 
 
-def first_unlike(leaves: list[Any], likes: list[Like | None], names: list[str]) -> tuple[str, Any, str]:
-    """The first leaf that is not like the others: its name, the leaf, and what was there, in words."""
-    rows = zip(names, leaves, likes, strict=True)
-    name, leaf, like = next((name, leaf, like) for name, leaf, like in rows if like_of(leaf) != like)
-    return name, leaf, "no tensor" if like is None else f"{tuple(like[0])} {like[1]} on {like[2]}"
+class Unlike(NamedTuple):
+    """A leaf that is not like the one before it: its name, and both in words."""
+
+    name: str
+    now: str
+    before: str
 
 
-def described(leaf: Any) -> str:
-    """A leaf's shape and dtype, or its type."""
-    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+def first_unlike(leaves: list[Any], likes: list[Like | None], names: list[str]) -> Unlike | None:
+    """The first leaf that is not like the one before it; None if all are."""
+    if [like_of(leaf) for leaf in leaves] == likes:
+        return None
+    rows = zip(names, map(like_of, leaves), leaves, likes, strict=True)
+    name, now, leaf, like = next(row for row in rows if row[1] != row[3])
+    kind = f"a {type(leaf).__name__}" if now is None else _in_words(now)
+    return Unlike(name, kind, "no tensor" if like is None else _in_words(like))
+
+
+def _in_words(like: Like) -> str:
+    shape, dtype, device = like
+    return f"{tuple(shape)} {dtype} on {device}"

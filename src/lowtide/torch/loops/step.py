@@ -18,7 +18,7 @@ from lowtide.errors import InputError
 from lowtide.interface.options import Fold, Reduce, fold_of
 from lowtide.torch.loops.inputs import Inputs
 from lowtide.torch.loops.lean_step import LeanStep
-from lowtide.torch.loops.outputs import Outputs, described, first_unlike, like_of, outputs_for
+from lowtide.torch.loops.outputs import Outputs, first_unlike, like_of, outputs_for
 from lowtide.torch.state.trees import FormError, form_of
 
 StepFunction = Callable[[Any, Any], tuple[Any, Any]]
@@ -164,15 +164,9 @@ class Stepper:
                 f"step {k:,} returned a carry of another structure than it got: {error}; return the structure that "
                 "init has (to begin without a state, make the first one before the loop)"
             ) from None
-        if [like_of(leaf) for leaf in leaves] != self._like:
-            self._refuse_unlike(k, leaves)
+        if unlike := first_unlike(leaves, self._like, self.names):
+            raise InputError(
+                f"step {k:,} returned {unlike.name} as {unlike.now}, it got {unlike.before}; return the same shape, "
+                "dtype and device, or give an init that has them"
+            )
         return leaves
-
-    def _refuse_unlike(self, k: int, leaves: list[Any]) -> None:
-        """Say which leaf of the carry has another shape, dtype or device than at the start."""
-        name, leaf, was = first_unlike(leaves, self._like, self.names)
-        where = f" on {leaf.device}" if isinstance(leaf, torch.Tensor) else ""
-        raise InputError(
-            f"step {k:,} returned {name} as {described(leaf)}{where}, it got {was}; return the same shape, dtype and "
-            "device, or give an init that has them"
-        )
