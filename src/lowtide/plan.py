@@ -403,7 +403,7 @@ class Plan:
 
 @contextmanager
 def _form_of(what: str) -> Iterator[None]:
-    """Say of JSON whose parts are not what they should be that it is no plan, instead of failing somewhere inside."""
+    """Turn errors of malformed JSON into an InputError that says what it was meant to be."""
     try:
         yield
     except (TypeError, KeyError, AttributeError) as error:

@@ -56,7 +56,7 @@ class Watcher(Protocol):
         """Steps [start, stop), taped in this form, are pulled back."""
 
     def held(self, snapshots: int, tapes: int, cotangent: int, working: int) -> None:
-        """So many bytes of each are in memory at this moment."""
+        """The bytes of each that are in memory at this moment."""
 
     def stored(self, step: int, tier: Tier) -> None:
         """A snapshot is stored."""

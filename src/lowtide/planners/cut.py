@@ -1,4 +1,4 @@
-"""Which of the values that a backward needs are kept, and which are made again from those: a minimum cut.
+"""The lean tape's choice, a minimum cut: which values that a backward needs are kept, and which are made again.
 
 Operations read values and make values. The backward needs some of them. A value is available to it if it is kept, whole
 or in a smaller form, or if the operation that made it runs again; for that, all the operation's inputs must be
@@ -27,14 +27,14 @@ from lowtide import checks
 from lowtide.errors import InputError
 
 MOST_POINTS = 64  # of a frontier; it takes fewer than twice as many cuts
-MOST_ALL = 2**56  # bytes of all values together
+MOST_TOTAL_BYTES = 2**56  # of all values together
 NEVER = 2**62  # a capacity above that of all cuts worth a look, which are below 2**61
-# Costs of bytes and seconds together are rounded to so many parts of what keeping all that is needed costs. With 10,000
-# operations and values, each off by half a part at most, the cheapest choice is missed by less than 1e-9 of that.
-FINE = 2**44
+# Costs, of bytes and seconds together, are whole numbers of parts: keeping all that is needed costs this many. With
+# 10,000 operations and values, each off by half a part at most, the cheapest choice is missed by under 1e-9 of that.
+COST_PARTS = 2**44
 FLOW_BITS = 30  # of the capacities for scipy's maximum_flow: it adds two of them in 32 bits
-NEGLIGIBLE = 1e-9  # a point so little below the line through its neighbours, in shares of their distance, is on it
-LEAST_SECONDS = 1e-200  # fewer are none
+ON_THE_LINE = 1e-9  # a point closer than this share of its neighbours' distance to the line through them is on it
+LEAST_SECONDS = 1e-200  # shorter times count as none
 
 Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]
@@ -145,7 +145,7 @@ def _below(left: Cut, found: Cut, right: Cut) -> bool:
         return False
     saved = (left.bytes - found.bytes) / (left.bytes - right.bytes)
     paid = (found.seconds - left.seconds) / (right.seconds - left.seconds)
-    return saved - paid > NEGLIGIBLE
+    return saved - paid > ON_THE_LINE
 
 
 class _Graph:
@@ -229,11 +229,11 @@ class _Graph:
         return self._cheapest(reruns, keeps, small)
 
     def at(self, price: float) -> Cut:
-        """Fewest bytes + price * seconds, to half a part in `FINE` for each operation and value."""
+        """Fewest bytes + price * seconds, to half a part in `COST_PARTS` for each operation and value."""
         with np.errstate(over="ignore"):  # beyond all numbers is dear enough
             in_small = self.small_bytes + price * self.small_seconds
             keeps = np.minimum(self.bytes, in_small)
-            scale = FINE / max(float(keeps[self.needed].sum()), 1.0)
+            scale = COST_PARTS / max(float(keeps[self.needed].sum()), 1.0)
             reruns, keeps = (
                 np.rint(np.minimum(costs * scale, NEVER)).astype(np.int64) for costs in (price * self.seconds, keeps)
             )
@@ -293,7 +293,7 @@ class _Graph:
 
 def _makers(operations: Sequence[Operation], values: Sequence[Value]) -> list[int | None]:
     """The operation that makes each value, None for those that are given; refuses what is no graph."""
-    checks.whole_number(sum(value.bytes for value in values), "the bytes of all values", least=0, most=MOST_ALL)
+    checks.whole_number(sum(value.bytes for value in values), "the bytes of all values", least=0, most=MOST_TOTAL_BYTES)
     maker: list[int | None] = [None] * len(values)
     for o, operation in enumerate(operations):
         for v in (*operation.inputs, *operation.outputs):

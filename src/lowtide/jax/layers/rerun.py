@@ -185,9 +185,9 @@ def _loop(_: Any, *leaves: Any, count: int) -> Leaves:
 
 
 def _odd(ready: Sequence[Any]) -> Any:
-    """Whether the first element of one of these arrays is equal to itself and not; None if there are no elements.
+    """Whether the first element of one of these arrays both equals itself and does not; None without elements.
 
-    It never is, but XLA does not know that of floats, and so it makes those arrays first.
+    It is always false. XLA cannot prove that of floats, so it has to make those arrays first.
     """
     odd = None
     for array in ready:
@@ -215,7 +215,7 @@ mlir.register_lowering(_after_p, _loop, platform="cpu")
 
 
 def _waited(ready: Leaves) -> Any:
-    """True, which a program compiled for the CPU has only when the arrays `ready` are there.
+    """True; on the CPU, a compiled program has it only once the arrays `ready` are there.
 
     Elsewhere it is a number, and XLA takes the condition away that it is for: what waits there waits at a barrier.
     """

@@ -13,7 +13,7 @@ from lowtide.errors import InputError
 from lowtide.interface.options import Knobs, Reduce
 from lowtide.jax.compare import runs_plainly
 from lowtide.jax.loops.lowering import Lowering
-from lowtide.jax.loops.nested import Nested
+from lowtide.jax.loops.nested_scans import Nested
 from lowtide.jax.loops.step import StepFunction, TracedLoop, without_carry
 from lowtide.jax.loops.tape import Taping, active_leaves, costs
 from lowtide.jax.loops.ticks import Ticks

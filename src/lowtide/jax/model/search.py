@@ -71,12 +71,12 @@ class FormSearch:
         return self._program.bytes([menu[k] for menu, k in chosen])
 
     def _end(self, options: Options) -> int:
-        """What a choice takes of which nothing is expected before."""
+        """The compiled bytes of a choice at one end, for which nothing is predicted."""
         self._taken[options] = self._compiled(options)
         return self._taken[options]
 
     def _bytes(self, options: Options, chain: Chain) -> int:
-        """What a choice takes, of which so much is expected as it takes on the chain."""
+        """The compiled bytes of a choice; what the chain predicts for it is noted before."""
         if options not in self._taken:
             self._expected[options] = Blocks(options).bill(chain).peak_memory
             self._end(options)
@@ -103,11 +103,11 @@ class FormSearch:
         return Fit(options, self._agreeing(options), limit, taken, self.plain, again, expected)
 
     def _upper(self, limit: int) -> Options | None:
-        """The fastest choice seen that keeps a limit nearer to the one end, where all is kept, than to the other."""
+        """The fastest choice seen within a limit that is closer to keeping everything than to the least."""
         return self._near(limit, self._chain) if 2 * limit > self.plain + least_peak(self._chain) else None
 
     def _lower(self, limit: int) -> Options:
-        """The same where it is nearer to the other end, or where no choice was seen."""
+        """The same where it is closer to the least, or where no choice was seen."""
         self._end(self._again)
         chain = self._agreeing(self._again)
         return self._near(limit, chain) or self._small(limit, chain)

@@ -58,7 +58,7 @@ _SHORT_SECONDS = 0.005
 # Of a whole tape. A form that saves less is not worth a line on the menu.
 _LEAST_SAVING = 0.05
 # A layer whose input no tape holds begins a step all the same where its own tape is this many times as large.
-_MUCH_LARGER = 2
+_LEAST_TAPE_RATIO = 2
 # Of steps that are alike, how many are timed.
 _MOST_TIMED = 3
 
@@ -203,7 +203,7 @@ class Groups:
         return detached(result), after.names
 
     def _given(self, leaf: Any, places: Places) -> Any:
-        """What a layer gets for a leaf of its input, and may change at will; of the caller's tensors a copy."""
+        """The leaf as a layer gets it, to change as it likes: a copy, if it is the caller's."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.layout is not torch.strided or not places.names[key_of(leaf)]:
@@ -226,7 +226,7 @@ class Groups:
         packed = set[int]().union(*(alone.packed for alone in self._alone[start : k + 1]))
         own = self._alone[k].packed - names - set(after.names.values())
         self._alone[k].unheld = self._log.bytes(names - packed - passed)
-        return self._log.bytes(own) < _MUCH_LARGER * self._alone[k].unheld
+        return self._log.bytes(own) < _LEAST_TAPE_RATIO * self._alone[k].unheld
 
     def _place(self, k: int, moved: set[int], joins: bool, needs_gradient: bool) -> None:
         """Let layer k begin a step, join those before it, or run before the chain."""
@@ -511,7 +511,7 @@ class _Meter:
 
 
 def _a_byte_less(cost: StepCost) -> StepCost:
-    """The first state is the caller's and takes nothing; the byte that a chain counts for it is there all the time."""
+    """Take off the byte that a chain counts for the first state, which is the caller's and costs nothing."""
     was = cost.working
     working = Working(max(0, was.advance - 1), max(0, was.tape - 1), max(0, was.backward - 1))
     options = tuple(replace(option, backward=max(0, (option.backward or 0) - 1)) for option in cost.options)

@@ -63,8 +63,8 @@ class Forms:
         return run_lean(layers, state, LeanSize(lean.tape, lean.working))
 
 
-# Calls the layers of step number so and so in this form of its menu, 1 or more, from a state.
-Lean = Callable[[tuple[Layer, ...], int, int, Any], Any]
+# Runs the layers of a step, whose number it gets, in entry 1 or more of the step's menu, from a state.
+RunForm = Callable[[tuple[Layer, ...], int, int, Any], Any]
 
 
 @lru_cache(maxsize=64)
@@ -79,7 +79,7 @@ def nest_of_plan(plan: Plan) -> tuple[Part, ...]:
 
 
 def kept_by(parts: tuple[Part, ...], kept: tuple[int, ...]) -> int:
-    """Most bytes that checkpoint calls keep at once, where each keeps so many for every step in it.
+    """Most bytes that checkpoint calls keep at once; `kept` is what a call keeps for each step in it.
 
     Those side by side are there together, and the calls inside one of them at a time; while one is run again, what it
     finds is put aside.
@@ -89,7 +89,7 @@ def kept_by(parts: tuple[Part, ...], kept: tuple[int, ...]) -> int:
 
 
 def copied_by(parts: tuple[Part, ...], copied: tuple[int, ...]) -> list[int]:
-    """For each step, bytes of copies while it runs without a tape, where a call copies so many of its first state."""
+    """For each step, bytes of copies while it runs without a tape; `copied` is what a call from there copies."""
     found = [0] * len(copied)
     for part in parts:
         if part.inside:
@@ -135,7 +135,7 @@ class Runner:
 
     steps: tuple[tuple[Layer, ...], ...]
     options: dict[str, Any]
-    lean: Lean
+    lean: RunForm
 
     def run(self, parts: tuple[Part, ...], x: Any, *, taping: bool = True, first: bool = True) -> Any:
         """Run the parts one after the other.

@@ -188,13 +188,13 @@ def _steps_aside() -> bool:
 
 
 class _Variant:
-    """Calls of a kind that do the same operations: those with these numbers, but for some that make no difference."""
+    """Calls of a kind that run the same operations: those with these numbers, but for some that do not matter."""
 
     def __init__(self, numbers: list[Any], graph: LeanGraph) -> None:
         self._numbers = numbers
         self._free: set[int] = set()  # places of numbers that may be any
         self.graph = graph
-        self.doubt = Doubt()  # if something else came out, a call is traced before this is used again
+        self.doubt = Doubt()  # once raised, a call is traced before this is used again
 
     def is_for(self, numbers: list[Any]) -> bool:
         """Whether calls with these numbers are such."""
@@ -272,7 +272,7 @@ class _Kind:
             if self._misfits == _MISFITS_BEFORE_TRACING and self._tracings_for_misfits < _MOST_TRACINGS_FOR_MISFITS:
                 self._misfits = 0
                 self._tracings_for_misfits += 1
-                variant.doubt.is_raised = True  # it goes otherwise from now on
+                variant.doubt.is_raised = True  # calls go another way from now on
             self._say("did not save what it saved when it was traced")
         return result
 

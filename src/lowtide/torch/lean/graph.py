@@ -1,8 +1,8 @@
 """From a trace to a recipe: what may be made again, what keeping costs, the frontier of all cuts, and one ready to run.
 
-A `LeanGraph` is a trace in the terms of the minimum cut (`planners/cut.py`). A cut of it becomes a `Recipe`: which
-saved tensors are kept, which are dropped, and how each of those is made again. Not at hand, and so never read by a
-recipe, is what neither the call's arguments nor its modules nor autograd's packs hold.
+A `LeanGraph` is a trace in the terms of the minimum cut, which `planners/cut.py` solves. A cut of it becomes a
+`Recipe`: which saved tensors are kept, which are dropped, and how each of those is made again. Not at hand, and so
+never read by a recipe, is what neither the call's arguments nor its modules nor autograd's packs hold.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lowtide.torch.lean.bitmasks import bits_of, bytes_in_bits
 from lowtide.torch.lean.trace import Op, Pack, Source, StorageView, Trace
 
 _MOST_RECIPES = 64  # of one graph, each for another size of tape
-_HEAVIER = 30  # times as long as moving its bytes is about what a heavy operation takes
-_NEXT_TO_NOTHING = 0.01  # of the largest value that is saved
+_HEAVY_OPERATION = 30  # about how many times as long as moving its bytes a heavy operation takes
+_NEGLIGIBLE_SHARE = 0.01  # of the largest saved value's bytes
 
 
 class LeanSize(NamedTuple):
@@ -190,7 +190,7 @@ class LeanGraph:
 
         No measured time is in it, so the same function has the same tape in every process.
         """
-        little = max((value.bytes for value in self._values if value.needed), default=0) * _NEXT_TO_NOTHING
+        little = max((value.bytes for value in self._values if value.needed), default=0) * _NEGLIGIBLE_SHARE
         values = [replace(value, bytes=0, small=None) if value.bytes < little else value for value in self._unmeasured]
         return self._weighed(least_bytes(self._operations(heavy=False, measured=False), values))
 
@@ -272,7 +272,7 @@ class LeanGraph:
     def _moved(self, op: Op) -> float:
         views = [*op.views(), *(view for view in op.outputs if view is not None)]
         moved = sum(self.trace.values[view.value].dtype.itemsize * math.prod(view.size) for view in views)
-        return float(moved * (_HEAVIER if op.is_heavy else 1))
+        return float(moved * (_HEAVY_OPERATION if op.is_heavy else 1))
 
     def _may_run(self, op: Op) -> bool:
         """Whether it returns the same again.

@@ -52,7 +52,7 @@ class SavedTensor:
 
 
 class Doubt:
-    """Whether something came out of a recipe that did not go in. Tapes say so; who calls looks before the next call."""
+    """Whether a recipe made something other than what was dropped. Tapes raise it, callers ask before the next call."""
 
     __slots__ = ("is_raised",)
 
@@ -87,7 +87,7 @@ class LeanTape:
         self._unsure: list[tuple[torch.Tensor, torch.Tensor, object]] = []  # what a GPU has still to compare
         self._recipe: Recipe | None = None
         self._values: dict[int, torch.Tensor] = {}  # made again, and still to be used in this backward
-        self._shifts: dict[int, int] = {}  # how far such a value lies from where it was when it was traced
+        self._shifts: dict[int, int] = {}  # by storage: how far its values lie from where they lay when traced
         self._counts: dict[int, int] = {}  # how often each value will be used in this backward
         self._lock = threading.RLock()  # a backward may ask from several threads
         self.fits = True

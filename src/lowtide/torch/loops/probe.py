@@ -216,7 +216,7 @@ class Meter:
         self.memory.peak = max(self.memory.peak, worst)
 
     def leave_room(self, leaves: list[torch.Tensor]) -> None:
-        """Let the last step have needed as much as any that made such leaves, if others may be traced yet."""
+        """Raise what the last step needed to the most that any with such leaves needed, if later ones may be traced."""
         if self._lean is not None and self._lean.varies:
             room = self._lean.most_needed(tuple(like_of(leaf) for leaf in leaves), self._room)
             self.taped = self.after - self.before + room

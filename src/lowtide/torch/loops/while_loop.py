@@ -1,7 +1,7 @@
-"""A loop that ends when a condition says so, in bounded memory: snapshots are kept online, as steps go by.
+"""A loop that ends when a condition says so, in bounded memory: snapshots are kept as steps go by.
 
-The condition is asked once for each state of the first sweep. From its last answer on the length is known, and the
-backward is that of a loop of that length.
+Which ones stay is decided online (`planners/online.py`). The condition is asked once for each state of the first sweep.
+From its last answer on the length is known, and the backward is that of a loop of that length.
 """
 
 from __future__ import annotations

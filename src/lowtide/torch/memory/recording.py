@@ -172,7 +172,7 @@ def runs_plainly() -> bool:
 
 @contextmanager
 def plainly(yes: bool = True) -> Iterator[None]:
-    """Inside, checkpointed loops run as plain ones, if so: the other side of a comparison."""
+    """Inside, checkpointed loops run as plain ones, unless `yes` is False: the other side of a comparison."""
     before = _thread.plainly
     _thread.plainly = yes
     try:

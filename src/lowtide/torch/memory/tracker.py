@@ -1,8 +1,4 @@
-"""How many bytes of tensors a piece of code holds at its worst moment, and over time.
-
-    with measure.peak() as memory:
-        loss = train_step()
-    print(memory.peak, memory.now)
+"""Which storages are alive, since when, and how many bytes that makes; `lowtide.torch.measure` is its public face.
 
 On the CPU every storage made inside is followed until it dies, through a dispatch mode that sees each operation's
 results, in the backward too. Not seen are scratch space that a kernel allocates and frees inside itself, sparse
@@ -356,7 +352,7 @@ class Lifetimes:
         self._last = self._spans[key] = span
 
     def resize(self, key: int, size: int) -> int:
-        """A storage has so many bytes now, which makes another of it; returns how many more that is."""
+        """A storage changes its size, which ends its span and begins another; returns the change in bytes."""
         span = self._spans[key]
         if size == span.size:
             return 0

@@ -166,7 +166,7 @@ class _Search:
             return 2 * low
         rise = (self._least(other) - self._least(low)) / (other - low)
         if rise <= 0 and low < _MOST_ALIKE_EXAMPLES and not high:
-            return 2 * low  # it may be filled up to so many
+            return 2 * low  # batches may be filled up to one size
         if rise <= 0:
             raise InputError(
                 f"a step with {max(low, other):,} examples takes no more memory than one with {min(low, other):,}; "

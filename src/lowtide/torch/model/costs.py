@@ -44,7 +44,10 @@ _OF_ANY_SIZE = frozenset({"nonzero", "masked_select", "unique", "_unique2", "uni
 
 @dataclass(frozen=True, slots=True)
 class CallBytes:
-    """What a call holds between forward and backward, without its result; most bytes in each; the result's gradient."""
+    """Bytes of a call: held between forward and backward, the peaks of both, and the gradient of its result.
+
+    What is held does not include the result.
+    """
 
     held: int
     forward: int
@@ -89,7 +92,7 @@ class BlockCall:
         """Run forward and backward in a form, counting bytes; the forward is shown to `looking` too."""
         log = Log()
         with self.given() as (module, args, kwargs), run_in(form, module):
-            if form.is_lean:  # where each call has another number, the second one is less lean than the first
+            if form.is_lean:  # the first call may be the one that is traced, which holds more
                 module.forward(*args, **kwargs)
                 args, kwargs = self.arguments()
             since = now()
@@ -140,7 +143,7 @@ def _pull(seed: torch.Tensor, args: Any, kwargs: Any, since: int) -> None:
 
 
 def seconds_now() -> float:
-    """Seconds, in which a busy machine counts as little as possible."""
+    """A clock that is affected by other load as little as possible."""
     if torch.cuda.is_initialized():  # pragma: no cover
         torch.cuda.synchronize()
         return perf_counter()
@@ -152,7 +155,7 @@ _ENOUGH_SECONDS = 0.5  # of timing a form, after which it is not timed again
 _LEAST_GAIN = 0.02  # of the whole tape; a form that holds no less is left out
 # Budgets for a row of layers, in equal parts of the way from the least to that of keeping everything; more of them
 # where the row holds half of all tapes.
-_BUDGETS, _MORE_BUDGETS = 10, 24
+_BUDGETS_FOR_A_ROW, _BUDGETS_FOR_A_LARGE_ROW = 10, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +281,7 @@ class Bench:
             timeless.plan(1)
         except BudgetError as error:
             least = error.least
-        parts = _MORE_BUDGETS if call.block.share >= 0.5 else _BUDGETS
+        parts = _BUDGETS_FOR_A_LARGE_ROW if call.block.share >= 0.5 else _BUDGETS_FOR_A_ROW
         budgets = [least + part * max(0, chain.plain_tape - least) // parts for part in range(parts)]
         seen = set()
         for plans, budget in product((timeless, timely), budgets):

@@ -28,7 +28,7 @@ from lowtide.torch.paper.fakes import Fakes
 from lowtide.torch.paper.results import KnownValues
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
-_STEPS_OF_AN_OLD_OPTIMIZER = 1000  # after so many, none does anything for the first time
+_STEPS_OF_AN_OLD_OPTIMIZER = 1000  # by then every optimizer has done whatever it does in its first steps
 _WAY_OUT = "plan with optimizer=None, and take what it holds off the peak"
 
 
@@ -125,7 +125,7 @@ def _cost(optimizer: Optimizer, mode: FakeTensorMode, device: str | None, answer
 
 
 def _make_old(state: dict[Any, Any]) -> None:
-    """Let many steps have been taken: some optimizers do more once there have been a few."""
+    """Set step counters high, because some optimizers do more after their first steps."""
     for row in state.values():
         if isinstance(row, dict) and "step" in row:
             row["step"] += _STEPS_OF_AN_OLD_OPTIMIZER

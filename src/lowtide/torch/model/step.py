@@ -208,13 +208,13 @@ class _Levels:
 
 
 def _outside(need: int) -> StepCost:
-    """What happens outside blocks: it holds nothing that could be dropped, but for the byte that a step has."""
+    """A step outside blocks: it holds nothing that could be dropped (one byte, because a chain's step has one)."""
     need = max(0, need - 1)
     return StepCost(1, 1, 0.0, 0.0, working=Working(0, need, need))
 
 
 def _step(cost: BlockCost, entered: int, reached: int) -> StepCost:
-    """A block, where so many bytes are there besides blocks when it is entered, and when its backward begins."""
+    """A block's step; `entered` and `reached` are bytes outside blocks when its forward and its backward begin."""
 
     def need(form: FormCost) -> int:
         return max(0, max(entered + form.forward, reached + form.backward) - max(1, form.held))

@@ -62,7 +62,7 @@ class Device:
             raise InputError(f"start={self.start!r} and float8={self.float8!r} of a device must not be below 0")
 
     def seconds(self, flops: float, moved: float, dtype: torch.dtype) -> float:
-        """Of an operation that takes so many floating-point operations, and reads and writes so many bytes.
+        """Seconds of an operation with this many floating-point operations, and this many bytes read and written.
 
         The slower of the two counts: a card computes while it moves.
         """

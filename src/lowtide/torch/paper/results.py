@@ -67,7 +67,7 @@ class KnownValues(TorchDispatchMode):
         return tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in self._unknown
 
     def _own(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """What to return for a fake result: if a tensor of values was written into, that one, now unknown."""
+        """What to return for a fake result: a tensor that was written in place is itself, with unknown values now."""
         written = written_by(func, args, kwargs)
         for tensor in tree_leaves(written):
             if isinstance(tensor, torch.Tensor) and has_values(tensor):
