@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from lowtide.torch.checkpoint import checkpoint
+from lowtide.torch import checkpoint
 
 GREY, BLUE, ORANGE = "#8a8a8a", "#1f6fb4", "#c9621a"
 PLAIN, TORCH, OURS = "plain", "torch checkpoint", "lt.checkpoint"
