@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lowtide import BudgetError, Chain, Plan, Receipt, StepCost, TapeOption, Working
 from lowtide.chain import Role
-from lowtide.forms import form_named
+from lowtide.forms import FormKind, form_named
 from lowtide.plan import Knob
 from lowtide.planners import block_text
 from lowtide.planners.block_text import format_time, kind, kinds, rows, worst_moment
@@ -126,7 +126,7 @@ def test_decisions_are_counted_by_their_sort() -> None:
     step = StepCost(1, 10, options=(*options, TapeOption(2, 1.0, "odd one")))
     chain = Chain.of([step])
     found = [kind(chain, 0, option) for option in range(len(step.menu))]
-    assert kinds([*found, "kept"]) == "2 kept, 1 lean, 1 in parts, 1 nested, 3 rerun, 1 odd"
+    assert kinds([*found, FormKind.KEPT]) == "2 kept, 1 lean, 1 in parts, 1 nested, 3 rerun, 1 other"
     assert kinds([]) == ""
 
 

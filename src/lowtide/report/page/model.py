@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from lowtide.chain import Chain, Role
+from lowtide.forms import FormKind
 from lowtide.plan import FrontierPoint, Plan
 from lowtide.planners.block_text import decision, fixed_parts, kind, where, why
 from lowtide.planners.blocks import Blocks, to_ask
@@ -54,6 +55,7 @@ def model_data(story: Story) -> dict[str, Any]:
         "model": {
             "margin": schedule.margin,
             "unit": schedule.unit,
+            "kinds": list(FormKind),
             "fixed": [[key, name, size] for key, (name, size) in fixed],
             "steps": [_step(chain, k, schedule.unit) for k in range(len(chain))],
             "blocks": chain.blocks(),
