@@ -137,13 +137,13 @@ def _on_paper(file: Path | None, steps: int | None, costs: dict[str, Any]) -> Ch
 
 
 def _planned(target: str, **options: Any) -> Plan:
-    """Plan the user's own function. What its code prints goes beside the answer, which may be JSON for a program."""
+    """Plan the user's own function. What its code prints goes to standard error, since the answer may be JSON."""
     with Console(stderr=True).status(f"planning {target}"), redirect_stdout(sys.stderr):
         return plan_target(target, **options)
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:
-    """Say which options make no sense because of another."""
+    """Refuse options that make no sense because of another."""
     given = [f"--{name}" for name, value in options.items() if value is not None]
     if given:
         raise InputError(f"{why}; leave out {', '.join(given)}")

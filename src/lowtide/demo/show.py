@@ -1,4 +1,4 @@
-"""Runs the examples one after the other: measures, prints, and writes pages and pictures."""
+"""Runs the examples one after the other: measures, prints, and writes pages and figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as a table for the terminal, and as words for everything else."""
+"""Result rows as text, and as a table for the terminal."""
 
 from __future__ import annotations
 

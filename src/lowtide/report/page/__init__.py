@@ -1,7 +1,9 @@
-"""The report as one self-contained HTML file: the assets in this folder, filled in, and a story as compressed JSON.
+"""The report as one self-contained HTML file: the assets in this folder, filled in with a story as compressed JSON.
 
-Nothing is loaded from anywhere. Numbers that are read, not drawn, are put in words here, so that the page says what
-the rest of the library says.
+In comes a `Story`, out goes a page that loads nothing from anywhere. `data` makes what the scripts read, `model.py` the
+part of it that only a whole model has; there is a script for each panel. Numbers that are read, not drawn, are put in
+words here, so that the page says what the rest of the library says. It may import the rest of the report, but no other
+medium.
 """
 
 from __future__ import annotations
