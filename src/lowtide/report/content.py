@@ -143,7 +143,7 @@ def tell(
 
 
 def _no_progress(done: int, total: int) -> None:
-    """Nobody asked how far it is."""
+    """What is called where progress is not asked for."""
 
 
 def _story(plan: Plan, receipt: Receipt | None, measured: tuple[Mark, ...], points: int, progress: Progress) -> Story:

@@ -52,7 +52,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "legend.fontsize": 7.0,
     "legend.frameon": False,
-    "text.usetex": False,  # names hold what TeX would take for its own
+    "text.usetex": False,  # names may have characters that TeX interprets
     "pdf.fonttype": 42,  # type 3 fonts are refused by some journals
     "svg.hashsalt": "lowtide",  # the same figure is the same file
 }
@@ -87,7 +87,7 @@ def figure(story: Story, path: str | os.PathLike[str] | None = None) -> Figure:
 
 
 def check_path(path: str | os.PathLike[str] | None) -> None:
-    """Refuse a name that does not say in which form to save."""
+    """Refuse a name that does not say in which format to save."""
     if path is not None and Path(path).suffix.lower() not in SUFFIXES:
         raise InputError(
             f"path={os.fspath(path)!r}: a figure is saved as {', '.join(SUFFIXES)}; end the name in one of them"
@@ -97,7 +97,7 @@ def check_path(path: str | os.PathLike[str] | None) -> None:
 def frontier_axes(axes: Axes, story: Story) -> None:
     """Draw what every budget buys: peak memory against time, the plan, the usual tools and measurements marked."""
     best = _best(story)
-    # A plan holds for every budget up to the next one's.
+    # A plan is the answer for every budget up to that of the next plan.
     axes.plot(*zip(*best, strict=True), ".-", color="#7f7f7f", ms=3, lw=1, label="frontier", drawstyle="steps-post")
     _marks(axes, story)
     plan = story.plan
@@ -238,7 +238,7 @@ def _marks(axes: Axes, story: Story) -> None:
 
 
 def _measured_name(mark: Mark) -> str:
-    """Its name in the legend, which says where its height is not its own."""
+    """Its name in the legend, which says where bytes alone were measured."""
     return measured_name(mark) + ("" if mark.is_timed else ": bytes alone")
 
 
@@ -281,7 +281,7 @@ def _draw_raster(axes: Axes, story: Story, raster: Raster, span: float) -> None:
 
 
 def _mark_peak(axes: Axes, story: Story, scale: float) -> None:
-    """A mark at the peak; what it is made of stands in the legend, where nothing covers it."""
+    """A mark at the peak; its cause is in the legend, where nothing covers it."""
     from matplotlib.markers import CARETDOWN  # its tip is at the point
 
     worst = story.view.timeline.worst
@@ -340,7 +340,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _make_room(made: Figure, grid: GridSpec, frontier: Axes) -> None:
-    """A higher figure where the marks have a longer legend than the first panel is high."""
+    """Make the figure taller where the first panel's legend is longer than the panel."""
     legend = frontier.get_legend()
     assert legend is not None  # it has just been drawn
     lines = sum(1 + text.get_text().count("\n") for text in legend.get_texts())

@@ -302,7 +302,7 @@ class ChainKind(PlanKind):
         for done, other in enumerate(others, start=1):
             progress(done, total)
             if other.knob != plan.knob:
-                yield Alternative(kind_of(other).mark, other)
+                yield Alternative(ChainKind(other).mark, other)
         progress(total, total)
 
     def plans(self, points: int, disk: Disk | None = None) -> Iterator[Plan]:

@@ -54,7 +54,7 @@ _STYLE = """<style>
 
 
 def plan_html(plan: Plan) -> str:
-    """The plan's verdict, schedule and memory over time, as one `<div>`."""
+    """The plan's lines, its blocks or schedule, and memory over time, as one `<div>`."""
     return _div(_plan_parts(plan))
 
 
@@ -189,7 +189,7 @@ def _memory(kind: PlanKind, timeline: Timeline) -> Iterator[str]:
 
 
 def _level(size: float, top: int) -> float:
-    """How far down a size is drawn."""
+    """The y coordinate of a size."""
     return float(_HIGH - size / top * (_HIGH - 8))  # room for the mark above the peak
 
 

@@ -34,7 +34,7 @@ from lowtide.sizes import format_size
 class Glyphs:
     """One letter for each thing that is drawn."""
 
-    kinds: str  # in the order of RunKind
+    runs: str  # in the order of RunKind
     parts: dict[MemoryPart, str]
     memory: str  # a snapshot stored there
     disk: str
@@ -245,7 +245,7 @@ class _Sections(Layout):
         yield from self.legend(
             [
                 *(
-                    (self.glyphs.kinds[kind], Ink(RUN_INKS[kind].name, _colour(kind)))
+                    (self.glyphs.runs[kind], Ink(RUN_INKS[kind].name, _colour(kind)))
                     for kind in RunKind
                     if picture.share[kind].any()
                 ),
@@ -258,7 +258,7 @@ class _Sections(Layout):
         share = picture.share[:, column, row]
         kind = RunKind(int(share.argmax()))
         if share[kind] > 0:
-            return self.glyphs.kinds[kind], _colour(kind)
+            return self.glyphs.runs[kind], _colour(kind)
         if picture.memory[column, row] > 0:
             return self.glyphs.memory, TIER_INKS[Tier.MEMORY].colour
         return (self.glyphs.disk, TIER_INKS[Tier.DISK].colour) if picture.disk[column, row] > 0 else (" ", "")

@@ -165,7 +165,7 @@ class _Clock:
         return sum(chain[k].backward + chain[k].menu[option].extra for k in range(start, stop))
 
     def steps_in(self, seconds: float, kind: type[Action]) -> int:
-        """How many steps one action may take so that it lasts no longer, at least one; unequal steps go one by one."""
+        """How many steps last at most `seconds` in one action, at least one; unequal steps go one by one."""
         each = self.backward(0, 1, 0) if kind is Backward else self.forward(0, 1)
         if not self.chain.is_equal:
             return 1
@@ -300,7 +300,7 @@ class _Player(ABC):
         self._began, self._doing = self._now, _Doing(activity, start, stop)
 
     def _forward(self, start: int, stop: int, first: RunKind, again: RunKind) -> None:
-        # What has not run before starts where everything so far ended.
+        # Runs follow the chain, so one that starts at or after all that ran before is a first run.
         self._run(first if start >= self._reached else again, start, stop)
         self._reached = max(self._reached, stop)
 
@@ -318,7 +318,7 @@ class _Player(ABC):
 
     @abstractmethod
     def dropped(self, step: int, tier: Tier) -> None:
-        """A stored state was let go."""
+        """A stored state was dropped."""
 
 
 class _RunByRun(_Player):
