@@ -19,14 +19,16 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import Chain, Plan, StepCost, frontier, plan_chain
-from lowtide.report.drawing import KINDS, PARTS, parts_of, size_ticks
-from lowtide.report.timeline import Kind, Timeline, played
+from lowtide.report.drawing import PART_INKS, RUN_INKS, size_ticks
+from lowtide.report.kinds import ChainKind
+from lowtide.report.timeline import RunKind, Timeline, played
 from lowtide.sizes import format_size
 
 # On dark pages the darkest inks are lifted, so that they stand out from the ground.
 _GROUNDS = {"light": ("#ffffff", "#1f1f1f"), "dark": ("#131416", "#d8d8d8")}
 _LIFTED = {"#174a73": "#8fc1e8", "#8f4f05": "#f6c27d", "#6a51a3": "#a994dd", "#2b7bba": "#4d9fdd"}
 _STEPS = 24
+_PARTS = [PART_INKS[part] for part in ChainKind.memory_parts]
 
 
 def make_figures(folder: Path) -> None:
@@ -65,8 +67,8 @@ def _schedules(shade: Callable[[str], str]) -> Figure:
     rows[0, 0].set(ylabel="step", ylim=(-0.5, _STEPS - 0.5))
     rows[1, 0].set_ylabel("bytes held")
     rows[1, 0].text(_STEPS, 2 * _STEPS, "tape", color="white", ha="center", va="center")  # it has forward's colour
-    inks = [*KINDS.values(), PARTS[0]]
-    patches = [Patch(color=shade(ink.colour), label="snapshot" if ink is PARTS[0] else ink.name) for ink in inks]
+    inks = [*RUN_INKS.values(), _PARTS[0]]
+    patches = [Patch(color=shade(ink.colour), label="snapshot" if ink is _PARTS[0] else ink.name) for ink in inks]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
     return figure
 
@@ -75,19 +77,19 @@ def _draw_runs(axes: Axes, timeline: Timeline, shade: Callable[[str], str]) -> N
     assert timeline.runs is not None
     assert timeline.stored is not None
     for stored in timeline.stored:
-        axes.barh(stored.step, stored.stop - stored.start, 0.28, stored.start, color=shade(PARTS[0].colour))
-    for kind in Kind:
+        axes.barh(stored.step, stored.stop - stored.start, 0.28, stored.start, color=shade(_PARTS[0].colour))
+    for kind in RunKind:
         runs = [run for run in timeline.runs if run.kind is kind]
         spans = [run.stop - run.start for run in runs]
         steps, starts = [run.step for run in runs], [run.start for run in runs]
-        axes.barh(steps, spans, 0.9, starts, color=shade(KINDS[kind].colour))
+        axes.barh(steps, spans, 0.9, starts, color=shade(RUN_INKS[kind].colour))
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, shade: Callable[[str], str]) -> None:
     edges = [moment.start for moment in timeline.memory] + [timeline.memory[-1].stop]
-    parts = list(zip(*(parts_of(moment) for moment in timeline.memory), strict=True))
+    parts = list(zip(*(moment.parts for moment in timeline.memory), strict=True))
     below = [0] * len(timeline.memory)
-    for ink, sizes in zip(PARTS, parts, strict=True):
+    for ink, sizes in zip(_PARTS, parts, strict=True):
         top = [a + b for a, b in zip(below, sizes, strict=True)]
         if any(sizes):
             axes.stairs(top, edges, baseline=below, fill=True, color=shade(ink.colour), label=ink.name)

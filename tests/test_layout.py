@@ -77,6 +77,21 @@ def test_no_docstring_only_points_elsewhere() -> None:
     assert empty == []
 
 
+def test_one_place_asks_whether_a_plan_is_a_models() -> None:
+    """`report/kinds.py` does; everything else that shows plans asks the kind for what differs."""
+    kinds = {"Blocks", "BlockSchedule", "ChainKind", "ModelKind"}
+    asking = {
+        name_of(module)
+        for folder in ("report", "cli", "demo", "targets")
+        for module in (SOURCE / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(module.read_text()))
+        if (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance")
+        or isinstance(node, ast.MatchClass)
+        if kinds & {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    }
+    assert asking == {"report/kinds.py"}
+
+
 @pytest.mark.parametrize("call", MOST_FILES)
 def test_a_call_passes_few_files_in_one_direction(call: str) -> None:
     command = [sys.executable, "-m", "tests.flow", call]

@@ -109,6 +109,11 @@ class StepCost:
         return usual, *(usual if option.backward is None else option.backward for option in self.options)
 
     @property
+    def beside_tapes(self) -> tuple[int, ...]:
+        """For each entry of the menu, bytes beyond all tapes at the step's worst moment, taping or backward."""
+        return tuple(max(self.working.tape, pulling) for pulling in self.pulling)
+
+    @property
     def menu(self) -> tuple[TapeOption, ...]:
         """Every way to tape the step; entry 0 keeps the whole tape."""
         return (TapeOption(self.tape, 0.0, "keep", form=KEEP), *self.options)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from lowtide.errors import InputError
@@ -108,6 +109,17 @@ class Way:
 _PRODUCTS = {"all": "keep products", "weights": "keep products of weights"}
 
 
+class FormKind(StrEnum):
+    """What sort of form it is, in the words and the order in which reports count blocks: "8 kept, 3 lean"."""
+
+    KEPT = "kept"
+    LEAN = "lean"
+    IN_PARTS = "in parts"  # modules inside the block each have a way of their own
+    NESTED = "nested"
+    RERUN = "rerun"
+    OTHER = "other"  # an entry of a menu on paper, which has a name and no form
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """For a block ("") and for modules inside it, by their paths, the way that each is run; none keeps the tape."""
@@ -126,16 +138,16 @@ class Form:
         return "; ".join(f"{path}: {way}" if path else way for path, way in told) or "keep"
 
     @property
-    def kind(self) -> str:
-        """What sort of form it is, in a word or two: about the whole block, or part by part of it."""
+    def kind(self) -> FormKind:
+        """What sort of form it is: one way for the whole block, or a way for each of some parts of it."""
         if not self.ways:
-            return "kept"
+            return FormKind.KEPT
         (path, way), *others = self.ways
         if path or others:
-            return "in parts"
+            return FormKind.IN_PARTS
         if way.nest is not None:
-            return "nested"
-        return "rerun" if way.rerun else "lean"
+            return FormKind.NESTED
+        return FormKind.RERUN if way.rerun else FormKind.LEAN
 
     @property
     def is_lean(self) -> bool:

@@ -143,10 +143,15 @@ class Knob:
         if self.name != "none":
             keep_whole(self, "value", least=1, most=MOST_TOTAL)
 
+    @property
+    def in_bytes(self) -> bool:
+        """Whether it limits memory in bytes, and does not count snapshots or steps."""
+        return self.name in ("budget", "peak")
+
     def __str__(self) -> str:
         if self.value is None:
             return "none given: the least memory that runs no step more than one extra time"
-        return f"{self.name}={format_size(self.value) if self.name in ('budget', 'peak') else f'{self.value:,}'}"
+        return f"{self.name}={format_size(self.value) if self.in_bytes else f'{self.value:,}'}"
 
 
 @dataclass(frozen=True, slots=True)

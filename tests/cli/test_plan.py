@@ -5,13 +5,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lowtide import Plan
+from lowtide import Chain, Disk, Plan, StepCost
 from lowtide.cli import main
+from lowtide.planners.choose import choose
 from lowtide.planners.equal import Uniform
 from lowtide.version import __version__
+from tests.cli.running import Runner
 
 MILLION = ["plan", "--steps", "1000000", "--state", "64KiB", "--tape", "320KiB"]
 
@@ -101,6 +104,32 @@ def test_the_frontier(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.000x" in out
     code, out, _ = run(capsys, *MILLION, "--sweep", "--points", "3", "--json")
     assert Plan.from_json(json.dumps(json.loads(out)[0])).knob.value == 393_216
+
+
+@pytest.mark.parametrize("options", [{"rooms": True}, {"disk": Disk(1e-3, 1e-3)}, {}])
+def test_the_frontier_of_a_saved_plan_has_plans_like_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    chain = Chain.equal(StepCost(64, 320), 400)
+    path = tmp_path / "saved.json"
+    path.write_text(choose(chain, "10%", **options).to_json())
+    code, out, _ = run(capsys, "plan", str(path), "--sweep", "--points", "6", "--json")
+    assert code == 0
+    plans = [Plan.from_json(json.dumps(plan)) for plan in json.loads(out)]
+    assert plans == [choose(chain, plan.knob.value, **options) for plan in plans]
+    assert len(plans) == 6
+
+
+def test_a_compiled_loop_has_no_snapshots_on_disk(lowtide: Runner) -> None:
+    code = """
+        from lowtide import Chain, StepCost
+        from lowtide.planners.choose import choose
+        def make():
+            return choose(Chain.equal(StepCost(64, 320), 400), "10%", rooms=True)
+    """
+    lowtide.file("made.py", code)
+    complaint = lowtide.refused("plan", "made.py:make", "--sweep", "--disk-write", "1GB")
+    assert "a compiled loop keeps its snapshots in memory; leave out --disk-write and --disk-read" in complaint
 
 
 def test_a_chain_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

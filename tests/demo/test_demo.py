@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from lowtide.demo import NAMES, ResultRow, index, paper, run, tables, tensors, turns, vgg16
-from lowtide.demo.contest import Contest, Contestant
+from lowtide.demo.contest import PLAIN, Contest, Contestant, Tool, ToolKind, with_lowtide
 from lowtide.demo.equality import equality
 from lowtide.errors import InputError
 from lowtide.plan import Plan
@@ -81,7 +81,9 @@ def test_gradients_in_jax_agree_to_rounding(shown: Shown, name: str) -> None:
 
 def test_lowtide_takes_less_than_plain_and_keeps_its_budgets(shown: Shown) -> None:
     for row in shown.rows:
-        assert row.peak < row.plain_peak or not row.tool.startswith("Lowtide")
+        assert row.peak < row.plain_peak or row.kind is not ToolKind.LOWTIDE
+        assert (row.kind is ToolKind.LOWTIDE) == row.tool.startswith("Lowtide, ")
+        assert (row.kind is ToolKind.PLAIN) == (row.tool == "plain")
         assert row.share == row.peak / row.plain_peak
     assert shown.of("torch")["Lowtide, budget=128KiB"].peak <= 128 * KIB
     assert shown.of("heavy")["Lowtide, budget=256KiB"].peak <= 256 * KIB
@@ -128,6 +130,7 @@ def test_the_index_links_to_all_and_fetches_nothing(shown: Shown) -> None:
     targets = set(re.findall(r'(?:href|src)="([^"]*)"', page))
     assert targets == {path.name for path in shown.output.iterdir()} - {"index.html"}
     assert page.count("<tr") == len(shown.rows) + len(NAMES)
+    assert page.count('<tr class="ours">') == sum(row.kind is ToolKind.LOWTIDE for row in shown.rows)
     assert "http" not in page
     assert "<script" not in page
     assert "prefers-color-scheme: dark" in page
@@ -156,7 +159,7 @@ def test_the_gradients_are_worth_comparing() -> None:
     for name in ("spiking_torch", "spiking_jax", "spiking_brainstate", "segments", "heavy"):
         module = __import__(f"lowtide.demo.{name}", fromlist=["contest"])
         with module.contest(quick=True) as contest:
-            gradients = contest.contestants["plain"]().run()
+            gradients = contest.contestants[PLAIN]().run()
         assert all(np.any(np.asarray(gradient)) for gradient in gradients), name
 
 
@@ -230,11 +233,12 @@ def test_tensors_of_two_layouts_are_compared() -> None:
 
 def test_contestants_take_turns_and_the_least_counts() -> None:
     log: list[str] = []
-    now, durations = [0.0], {"plain": iter([9.0, 2.0, 3.0]), "Lowtide, x": iter([9.0, 5.0, 3.0])}
+    x = with_lowtide("x")
+    now, durations = [0.0], {PLAIN: iter([9.0, 2.0, 3.0]), x: iter([9.0, 5.0, 3.0])}
 
-    def contestant(tool: str, peak: int) -> Contestant:
+    def contestant(tool: Tool, peak: int) -> Contestant:
         def work() -> list[np.ndarray]:
-            log.append(tool)
+            log.append(tool.name)
             now[0] += next(durations[tool])
             return [np.ones(3)]
 
@@ -243,7 +247,7 @@ def test_contestants_take_turns_and_the_least_counts() -> None:
     contest = Contest(
         "",
         "",
-        {"plain": lambda: contestant("plain", 400), "Lowtide, x": lambda: contestant("Lowtide, x", 100)},
+        {PLAIN: lambda: contestant(PLAIN, 400), x: lambda: contestant(x, 100)},
         lambda: now[0],
         repeats=2,
         exact=True,
@@ -252,8 +256,8 @@ def test_contestants_take_turns_and_the_least_counts() -> None:
     said: list[str] = []
     plain, ours = turns.measure("here", contest, said.append)
     assert log == ["plain", "Lowtide, x"] * 3
-    assert plain == ResultRow("here", "plain", 400, 400, 2.0, 1.0, "")
-    assert ours == ResultRow("here", "Lowtide, x", 100, 400, 3.0, 1.5, "same bits")
+    assert plain == ResultRow("here", "plain", 400, 400, 2.0, 1.0, "", ToolKind.PLAIN)
+    assert ours == ResultRow("here", "Lowtide, x", 100, 400, 3.0, 1.5, "same bits", ToolKind.LOWTIDE)
     assert len(said) == turns.pieces(contest)
     assert said[-1] == "Lowtide, x: time, turn 2 of 2"
 

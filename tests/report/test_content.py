@@ -21,7 +21,7 @@ from lowtide.planners.sweep import Sweep
 from lowtide.report import Mark, content, tell
 from lowtide.report.content import measured_peak
 from lowtide.report.decisions import rows
-from lowtide.report.snippets import snippets
+from lowtide.report.kinds import kind_of
 from lowtide.report.timeline import played
 from lowtide.report.usual_tools import equal_count, peers
 
@@ -153,7 +153,7 @@ def test_a_mark_is_a_point_that_can_be_drawn(mark: tuple[Any, Any, Any]) -> None
     ],
 )
 def test_the_code_to_paste_has_the_knob(knobs: dict[str, int | str], given: str) -> None:
-    found = dict(snippets(choose(ROLLOUT, **knobs)))  # type: ignore[arg-type]  # the values fit their names
+    found = dict(kind_of(choose(ROLLOUT, **knobs)).snippets())  # type: ignore[arg-type]  # the values fit their names
     assert list(found) == ["PyTorch", "JAX", "brainstate", "plan file"]
     assert f"lt.checkpointed_for_loop(step, xs{given})" in found["PyTorch"]
     assert f"lt.checkpointed_scan(step, init, xs{given})" in found["PyTorch"]
@@ -163,13 +163,13 @@ def test_the_code_to_paste_has_the_knob(knobs: dict[str, int | str], given: str)
 
 
 def test_a_plan_with_rooms_is_likely_to_be_for_jax() -> None:
-    found = snippets(choose(ROLLOUT, "10%", rooms=True))
+    found = kind_of(choose(ROLLOUT, "10%", rooms=True)).snippets()
     assert [snippet.name for snippet in found] == ["JAX", "brainstate", "PyTorch", "plan file"]
 
 
 @pytest.mark.parametrize(("knobs", "given"), [({"budget": 9_000}, ", budget=9000"), ({}, "")])
 def test_the_code_for_layers(knobs: dict[str, int], given: str) -> None:
-    found = dict(snippets(choose(LAYERS, **knobs)))  # type: ignore[arg-type]  # the values fit their names
+    found = dict(kind_of(choose(LAYERS, **knobs)).snippets())  # type: ignore[arg-type]  # the values fit their names
     assert list(found) == ["PyTorch", "JAX", "plan file"]
     assert f"y = lt.sequential(layers, x{given})" in found["PyTorch"]
     for name, code in found.items():
@@ -177,7 +177,7 @@ def test_the_code_for_layers(knobs: dict[str, int], given: str) -> None:
 
 
 def test_layers_planned_for_another_knob_take_the_plan_itself() -> None:
-    found = dict(snippets(choose(LAYERS, base=3)))
+    found = dict(kind_of(choose(LAYERS, base=3)).snippets())
     assert list(found) == ["PyTorch", "JAX"]
     for code in found.values():
         assert "plan = Plan.from_json" in code

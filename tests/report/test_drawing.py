@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from lowtide.planners.choose import choose
-from lowtide.report.drawing import KINDS, PARTS, TIERS, cells, size_ticks
-from lowtide.report.timeline import Kind, played
+from lowtide.report.drawing import PART_INKS, RUN_INKS, TIER_INKS, cells, size_ticks
+from lowtide.report.kinds import ChainKind, ModelKind
+from lowtide.report.timeline import RunKind, played
 from lowtide.report.usual_tools import Mark
 from lowtide.report.wording import clean, cut, figure_of, measured_name, share_of, times_of
 from tests.report.chains import HOSTILE, network, on_disk, rollout
@@ -25,9 +26,9 @@ def test_cells_of_a_short_plan_one_by_one() -> None:
     plan = choose(network(), "100%")  # nothing runs twice: a unit of time for each column
     total = plan.bill.seconds
     picture = cells(played(plan), 9, round(total), 9)
-    assert picture.share[Kind.RERUN].sum() == 0
-    assert picture.share[Kind.FORWARD_TAPED].sum(axis=0) == pytest.approx([1.0 + k for k in range(9)])
-    assert picture.share[Kind.BACKWARD].sum(axis=0) == pytest.approx([2.0 + k for k in range(9)])
+    assert picture.share[RunKind.RERUN].sum() == 0
+    assert picture.share[RunKind.FORWARD_TAPED].sum(axis=0) == pytest.approx([1.0 + k for k in range(9)])
+    assert picture.share[RunKind.BACKWARD].sum(axis=0) == pytest.approx([2.0 + k for k in range(9)])
 
 
 def test_a_raster_keeps_its_time_when_it_gets_coarser() -> None:
@@ -49,14 +50,15 @@ def test_the_image_shows_runs_above_stored_states() -> None:
     assert image.dtype == np.uint8
     empty = (picture.share.sum(axis=0) + picture.memory + picture.disk == 0).T[::-1]
     assert (image[..., 3] == 0).sum() == empty.sum()
-    forward = tuple(int(KINDS[Kind.FORWARD].colour[at : at + 2], 16) for at in (1, 3, 5))
+    forward = tuple(int(RUN_INKS[RunKind.FORWARD].colour[at : at + 2], 16) for at in (1, 3, 5))
     assert tuple(image[-1, 0, :3]) == forward  # step 0 runs first and is the last line
 
 
 def test_colours_differ() -> None:
-    colours = [ink.colour for ink in (*KINDS.values(), *TIERS.values())]
+    colours = [ink.colour for ink in (*RUN_INKS.values(), *TIER_INKS.values())]
     assert len(set(colours)) == len(colours)
-    assert len({ink.colour for ink in PARTS}) == len(PARTS)
+    for kind in (ChainKind, ModelKind):
+        assert len({PART_INKS[part].colour for part in kind.memory_parts}) == len(kind.memory_parts)
 
 
 @pytest.mark.parametrize("top", [1, 5, 6, 1_000, 2**20, 10**9, 3 * 2**40])

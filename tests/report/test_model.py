@@ -14,15 +14,14 @@ from rich.console import Console
 
 from lowtide import BudgetError, Chain, Plan, Receipt, StepCost, TapeOption, Working
 from lowtide.chain import Role
-from lowtide.forms import form_named
+from lowtide.forms import FormKind, form_named
 from lowtide.plan import Knob
 from lowtide.planners import block_text
 from lowtide.planners.block_text import format_time, kind, kinds, rows, worst_moment
 from lowtide.planners.blocks import Blocks, block_frontier, for_peak, least_peak, to_ask
 from lowtide.report import Mark, figure, show, tell
 from lowtide.report.content import measured_peak
-from lowtide.report.drawing import MODEL_PARTS, layers_of
-from lowtide.report.snippets import snippets
+from lowtide.report.kinds import ModelKind, kind_of
 from lowtide.report.terminal import render
 from lowtide.report.wording import size_at_least
 from lowtide.sizes import format_size, parse_size
@@ -126,7 +125,7 @@ def test_decisions_are_counted_by_their_sort() -> None:
     step = StepCost(1, 10, options=(*options, TapeOption(2, 1.0, "odd one")))
     chain = Chain.of([step])
     found = [kind(chain, 0, option) for option in range(len(step.menu))]
-    assert kinds([*found, "kept"]) == "2 kept, 1 lean, 1 in parts, 1 nested, 3 rerun, 1 odd"
+    assert kinds([*found, FormKind.KEPT]) == "2 kept, 1 lean, 1 in parts, 1 nested, 3 rerun, 1 other"
     assert kinds([]) == ""
 
 
@@ -161,8 +160,8 @@ def test_times_that_were_counted_are_no_seconds() -> None:
     assert " FLOP extra" in str(plan) or "FLOP extra: " in str(plan)
     assert " ms" not in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
-    assert [snippet.name for snippet in snippets(plan)] == ["JAX", "PyTorch", "plan file"]
-    assert snippets(plan)[2].code.endswith("import lowtide.jax as lt\n\nloss = lt.apply(plan, loss)")
+    assert [snippet.name for snippet in kind_of(plan).snippets()] == ["JAX", "PyTorch", "plan file"]
+    assert kind_of(plan).snippets()[2].code.endswith("import lowtide.jax as lt\n\nloss = lt.apply(plan, loss)")
 
 
 def test_a_model_without_anything_to_choose() -> None:
@@ -272,7 +271,7 @@ def test_the_terminal(width: int, encoding: str) -> None:
     assert "every block rerun" in words
     assert "Schedule" not in text
     assert "most measured without results and gradients: " in words
-    for name in (ink.name for ink in MODEL_PARTS):
+    for name in (part.value for part in ModelKind.memory_parts):
         assert name in words
     assert "transformer.h.11" in text
     assert "lt.auto_checkpoint(model, *inputs, peak=" in words
@@ -352,15 +351,15 @@ def test_the_notebook_has_the_table_and_memory() -> None:
 def test_the_layers_of_a_moment_are_what_it_holds() -> None:
     story = tell(PLAN, points=0)
     for moment in story.view.timeline.memory:
-        parts = layers_of(PLAN, moment)
+        parts = kind_of(PLAN).parts_of(moment)
         assert parts[:3] == (PARAMETERS, OPTIMIZER, INPUTS)
         assert sum(parts) == moment.total
-    assert sum(layers_of(PLAN, story.view.timeline.worst)) == PLAN.bill.peak_memory
+    assert sum(kind_of(PLAN).parts_of(story.view.timeline.worst)) == PLAN.bill.peak_memory
     told = {moment.what for moment in story.view.timeline.memory}
     assert {"in the loss", "in the optimizer step", "outside the blocks, before the first"} <= told
     assert {f"in the {way} of transformer.h.3" for way in ("forward", "backward")} <= told
     bare = story.view.timeline.worst._replace(working=5)
-    assert layers_of(PLAN, bare)[:3] == (PARAMETERS, OPTIMIZER, INPUTS)
+    assert kind_of(PLAN).parts_of(bare)[:3] == (PARAMETERS, OPTIMIZER, INPUTS)
 
 
 def test_the_figure(tmp_path: Path) -> None:
@@ -382,14 +381,14 @@ def test_the_figure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("peak", "given"), [(2 * 2**30, 'peak="2GiB"'), (2 * 2**30 + 1, "peak=2147483649")])
 def test_the_code_has_the_peak(peak: int, given: str) -> None:
     plan = Plan.make(PLAN.chain, Knob("peak", peak), PLAN.schedule)
-    torch, jax, file = snippets(plan)
+    torch, jax, file = kind_of(plan).snippets()
     assert torch.code.endswith(f"plan = lt.auto_checkpoint(model, *inputs, {given}, optimizer=optimizer)")
     assert f"plan = lt.plan_model(loss, params, *inputs, {given}, optimizer=optimizer)" in jax.code
     assert file.code.endswith("import lowtide.torch as lt\n\nlt.apply(plan, model)")
     for snippet in (torch, jax, file):
         compile(snippet.code, snippet.name, "exec")
     without = Plan.make(PLAN.chain, Knob("peak", peak), Blocks(SCHEDULE.options))
-    assert "optimizer" not in snippets(without)[0].code
+    assert "optimizer" not in kind_of(without).snippets()[0].code
 
 
 def test_block_frontiers_reach_both_ends() -> None:

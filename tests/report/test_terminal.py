@@ -230,7 +230,7 @@ def test_reasons_where_there_is_room() -> None:
 
 def test_the_form_of_a_smaller_tape_is_named() -> None:
     story = tell(choose(network(), "60%"), points=0)
-    row = dataclasses.replace(story.view.rows[0], form="half")
+    row = dataclasses.replace(story.view.rows[0], form="half", is_whole=False)
     view = dataclasses.replace(story.view, rows=(row,))
     assert "taped as half; " in printed(dataclasses.replace(story, views=(view,), chosen=0), 120)
 

@@ -14,7 +14,7 @@ from lowtide.actions import Tier
 from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.frontier import frontier
 from lowtide.report import timeline
-from lowtide.report.timeline import Kind, Timeline, played
+from lowtide.report.timeline import RunKind, Timeline, played
 
 STEP = StepCost(64, 320, cotangent=32, working=Working(10, 20, 30))
 ROLLOUT = Chain.equal(STEP, 60)
@@ -42,7 +42,7 @@ PLANS = {
 }
 
 
-def kinds(timeline: Timeline) -> Counter[Kind]:
+def kinds(timeline: Timeline) -> Counter[RunKind]:
     assert timeline.runs is not None
     return Counter(run.kind for run in timeline.runs)
 
@@ -54,17 +54,17 @@ def test_runs_snapshots_and_peak_are_those_of_the_bill(name: str) -> None:
     assert timeline.runs is not None
     assert timeline.stored is not None
     counts = kinds(timeline)
-    assert counts[Kind.FORWARD] + counts[Kind.RERUN] == bill.plain_runs
-    assert counts[Kind.FORWARD_TAPED] + counts[Kind.RERUN_TAPED] == bill.taping_runs
-    assert counts[Kind.FORWARD] + counts[Kind.FORWARD_TAPED] == len(plan.chain)
-    assert counts[Kind.BACKWARD] == bill.backward_runs
+    assert counts[RunKind.FORWARD] + counts[RunKind.RERUN] == bill.plain_runs
+    assert counts[RunKind.FORWARD_TAPED] + counts[RunKind.RERUN_TAPED] == bill.taping_runs
+    assert counts[RunKind.FORWARD] + counts[RunKind.FORWARD_TAPED] == len(plan.chain)
+    assert counts[RunKind.BACKWARD] == bill.backward_runs
     assert timeline.worst.total == max(moment.total for moment in timeline.memory) == bill.peak_memory
     assert timeline.runs[-1].stop == pytest.approx(timeline.seconds)
     if bill.seconds:
         assert timeline.seconds == bill.seconds
     for before, after in zip(timeline.runs, timeline.runs[1:], strict=False):
         assert before.stop <= after.start + 1e-9
-    assert next(run for run in timeline.runs if run.kind is Kind.BACKWARD).step == len(plan.chain) - 1
+    assert next(run for run in timeline.runs if run.kind is RunKind.BACKWARD).step == len(plan.chain) - 1
     assert timeline.tally.again.sum() == bill.plain_runs
     assert {snapshot.step for snapshot in timeline.stored} == set(np.flatnonzero(timeline.tally.stored).tolist())
 
@@ -124,13 +124,13 @@ def test_an_aggregated_timeline_loses_nothing(name: str) -> None:
     raster = timeline.raster
     assert raster is not None
     assert (timeline.runs, timeline.stored) == (None, None)
-    assert raster.share.shape == (len(Kind), raster.columns, raster.rows)
+    assert raster.share.shape == (len(RunKind), raster.columns, raster.rows)
     assert timeline.worst.total == bill.peak_memory
     # Every column is filled: its time is spent on something, up to rounding, and on disk if there is one.
     filled = raster.share.astype(int).sum(axis=(0, 2))
     if not bill.peak_disk:
         assert filled.min() >= 255
-    assert filled.max() <= 255 + len(Kind) * raster.rows
+    assert filled.max() <= 255 + len(RunKind) * raster.rows
     assert (raster.memory.any() or raster.disk.any()) == (bill.peak_snapshots > 0)
     assert raster.disk.any() == (bill.peak_disk > 0)
     assert not raster.memory[-1].any()
@@ -141,8 +141,8 @@ def test_an_aggregated_timeline_loses_nothing(name: str) -> None:
 def test_rows_of_a_raster_are_where_the_steps_are() -> None:
     raster = played(choose(Chain.equal(StepCost(1, 1), 1_000), "100%")).raster
     assert raster is not None
-    forward = raster.share[Kind.FORWARD_TAPED]
-    backward = raster.share[Kind.BACKWARD]
+    forward = raster.share[RunKind.FORWARD_TAPED]
+    backward = raster.share[RunKind.BACKWARD]
     assert [int(column.argmax()) for column in forward[:100]] == list(range(100))  # a third of the time, upwards
     assert [int(column.argmax()) for column in backward[100::2]] == list(range(99, -1, -1))
 

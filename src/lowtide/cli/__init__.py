@@ -1,8 +1,15 @@
-"""The command line: `lowtide plan`, `report`, `bench` and `demo`, a module each; `files` is what they write.
+"""The command line: `lowtide plan`, `report`, `bench` and `demo`.
 
-Exit codes: 0 for an answer, 1 when no plan fits the budget (the least that works is printed) or a benchmark fails,
-2 for input that cannot be read, 130 when it is stopped with Ctrl-C. Rich and typer are imported here, in `demo` and in
-`report.terminal` only; install them with `lowtide[report]`.
+In come arguments and files; out go text, files and an exit code: 0 for an answer, 1 when no plan fits the budget (the
+least that works is printed) or a benchmark fails, 2 for input that cannot be used, 130 when Ctrl-C stops it.
+
+    plan.py, report.py, bench.py, demo.py   a command each
+    chains.py     chains that are described by options or by a file
+    frontier.py   the table that `plan --sweep` prints
+    files.py      files that commands read and write
+
+It plans nothing itself. It may import everything below it: the demo, `targets`, the report and the planners, but no
+framework. Rich and typer, which it needs, are installed with `lowtide[report]`.
 """
 
 from __future__ import annotations
@@ -48,9 +55,9 @@ def _root(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point; turns Lowtide's own errors into one line and an exit code."""
+    """Entry point; prints Lowtide's own errors on one line, and exits with a code for each sort of them."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # no answer is lost to a letter that the terminal cannot print
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal cannot print loses no answer
     try:
         app(arguments)
     except BudgetError as error:

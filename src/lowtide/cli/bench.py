@@ -119,7 +119,7 @@ def bench_command(
 
 
 def folder(package: Path) -> Path:
-    """Where the benchmarks are: in the installed package, or beside the sources that it is imported from."""
+    """The folder of the benchmarks: in the installed package, or beside the sources that it is imported from."""
     for place in (package / "benchmarks", package.parent.parent / "benchmarks"):
         if (place / "ratios.py").is_file():
             return place
@@ -192,7 +192,7 @@ def _run(each: Benchmark, scripts: Path, quick: bool, progress: Progress, bar: A
 
 
 def _lines(stream: IO[bytes]) -> Iterator[tuple[str, bool]]:
-    """Lines as they come, and whether they ended; those that a progress bar returns to have not."""
+    """Lines as they come, each with whether it is complete: what a progress bar will overwrite is not."""
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     rest = ""
     while chunk := stream.read1(65536):  # type: ignore[attr-defined]  # a pipe's buffered reader has it
@@ -225,7 +225,7 @@ def _figure(value: float | None, dash: str) -> str:
 
 
 def _dash(encoding: str) -> str:
-    """What stands for no figure where that is the encoding."""
+    """What stands for a missing figure, as far as this encoding can write it."""
     return NOTHING if NOTHING.encode(encoding, "ignore") else PLAIN_NOTHING
 
 

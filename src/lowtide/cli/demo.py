@@ -1,4 +1,4 @@
-"""`lowtide demo`: what a budget buys, shown."""
+"""`lowtide demo`: shows what a budget buys. The demo itself, and what it imports, is loaded when it is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a command reads, and those it writes at its end: whether that will work is found out at its beginning."""
+"""Files that commands read and write. Whether a file can be written is checked before the work, not after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _V = TypeVar("_V")
 
 
 def read(path: Path, reader: Callable[[str], _V], what: str, maker: str) -> _V:
-    """What `reader` makes of the file's text; `what` is that, and `maker` what writes such files."""
+    """What `reader` returns for the file's text; errors call that `what`, and say that `maker` writes such files."""
     try:
         return reader(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -31,7 +31,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def check_file(path: Path | None, option: str) -> None:
-    """Refuse a file that cannot be written; a folder that is not there yet is no reason, `make_room` makes it."""
+    """Refuse a file that cannot be written; one whose folder is missing can be, since `make_room` makes it."""
     if path is None:
         return
     if path.is_dir():
@@ -54,5 +54,5 @@ def write(path: Path, text: str) -> None:
 
 
 def wrote(path: Path) -> None:
-    """Say so, beside what is printed."""
+    """Say that a file was written, on standard error, since what is printed may be JSON."""
     typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes)", err=True)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import track
 
-from lowtide.chain import Chain, Disk
+from lowtide.chain import Chain
+from lowtide.cli.chains import equal_chain, read_chain, read_disk
 from lowtide.cli.files import check_file, read_plan, write
-from lowtide.cli.paper import equal_chain, read_chain, read_disk
+from lowtide.cli.frontier import frontier_plans, print_frontier
 from lowtide.cli.report import tell
-from lowtide.cli.sweep import block_plans, print_frontier
 from lowtide.errors import InputError
 from lowtide.plan import Plan
 from lowtide.planners.blocks import for_peak
 from lowtide.planners.choose import choose
-from lowtide.planners.frontier import frontier
-from lowtide.report.kinds import kind_of
 from lowtide.report.page import page as report_page
 from lowtide.sizes import parse_size
 from lowtide.targets import plan_target
@@ -119,7 +115,7 @@ def plan_command(
         _refuse({**own, "steps": None, "peak": peak}, "there is no MODULE:NAME")
         on_paper = _on_paper(chain, steps, costs)
     if sweep:
-        print_frontier(_swept(on_paper if made is None else made, points, disk), as_json)
+        print_frontier(frontier_plans(on_paper if made is None else made, points, disk), as_json)
         return
     if made is None:
         made = choose(on_paper, budget, checkpoints=checkpoints, base=base, disk=disk)
@@ -141,25 +137,13 @@ def _on_paper(file: Path | None, steps: int | None, costs: dict[str, Any]) -> Ch
 
 
 def _planned(target: str, **options: Any) -> Plan:
-    """Plan the user's own function. What its code prints goes beside the answer, which may be JSON for a program."""
+    """Plan the user's own function. What its code prints goes to standard error, since the answer may be JSON."""
     with Console(stderr=True).status(f"planning {target}"), redirect_stdout(sys.stderr):
         return plan_target(target, **options)
 
 
-def _swept(what: Plan | Chain, points: int, disk: Disk | None) -> list[Plan]:
-    """Plans for many budgets, or for many peaks of a model."""
-    if isinstance(what, Plan) and kind_of(what).model is not None:
-        return block_plans(what, points)
-    return _with_bar(frontier(what.chain if isinstance(what, Plan) else what, points, disk), points)
-
-
-def _with_bar(plans: Iterable[Plan], points: int) -> list[Plan]:
-    console = Console(stderr=True)
-    return list(track(plans, "planning", points, console=console, transient=True, disable=not console.is_terminal))
-
-
 def _refuse(options: dict[str, Any], why: str) -> None:
-    """Say which options make no sense because of another."""
+    """Refuse options that make no sense because of another."""
     given = [f"--{name}" for name, value in options.items() if value is not None]
     if given:
         raise InputError(f"{why}; leave out {', '.join(given)}")

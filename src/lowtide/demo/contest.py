@@ -1,19 +1,45 @@
-"""What an example of the demo is made of: several ways to the same gradients, and what was measured of each."""
+"""What an example of the demo consists of: several tools that make the same gradients, and what each one took."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from lowtide.plan import Plan, Receipt
 
-PLAIN = "plain"
+
+class ToolKind(Enum):
+    """Whose tool it is."""
+
+    PLAIN = auto()  # no tool: everything is kept
+    USUAL = auto()  # what people use without Lowtide
+    LOWTIDE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What an example is run with, by the name that tables show."""
+
+    name: str
+    kind: ToolKind = ToolKind.USUAL
+
+    def __str__(self) -> str:
+        return self.name
+
+
+PLAIN = Tool("plain", ToolKind.PLAIN)
+
+
+def with_lowtide(how: str) -> Tool:
+    """Lowtide with an option, "budget=64MiB" for example."""
+    return Tool(f"Lowtide, {how}", ToolKind.LOWTIDE)
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One way, ready to run: `run` is a forward and a backward that returns gradients, `peak` measures its bytes."""
+    """A tool, ready to run: `run` is a forward and a backward and returns gradients, `peak` measures its bytes."""
 
     run: Callable[[], Sequence[Any]]
     peak: Callable[[], int]
@@ -25,17 +51,17 @@ class Contest:
 
     Attributes:
         title: what is run.
-        note: what peak and time are here.
-        contestants: how each is made ready, by the tool's name; the plain way comes first.
-        clock: seconds so far, of whatever kind the note says.
-        repeats: how often each takes its turn; the least counts.
-        exact: whether gradients are expected to have the plain way's bits, so that each that differs is counted.
-        page: the plan that the report page is about, and what a run of it cost.
+        note: what peak and time mean here.
+        contestants: for each tool, how it is made ready; the plain one comes first.
+        clock: seconds so far, of the kind that the note names.
+        repeats: how many turns each one is timed for; the shortest counts.
+        exact: whether gradients should have the bits of the plain ones; if so, those that differ are counted.
+        page: makes the plan that the report page is about, and the receipt of a run of it if there is one.
     """
 
     title: str
     note: str
-    contestants: Mapping[str, Callable[[], Contestant]]
+    contestants: Mapping[Tool, Callable[[], Contestant]]
     clock: Callable[[], float]
     repeats: int
     exact: bool
@@ -44,7 +70,16 @@ class Contest:
 
 @dataclass(frozen=True, slots=True)
 class ResultRow:
-    """What one tool took in one example; `seconds` is None where nothing ran."""
+    """What one tool took in one example.
+
+    Attributes:
+        tool: its name.
+        peak: bytes at the worst moment.
+        seconds: None where nothing ran.
+        time_factor: time as a multiple of the plain one's.
+        gradients: how they compare with the plain ones, in words.
+        kind: whose tool it is.
+    """
 
     example: str
     tool: str
@@ -53,8 +88,9 @@ class ResultRow:
     seconds: float | None
     time_factor: float
     gradients: str
+    kind: ToolKind = ToolKind.USUAL
 
     @property
     def share(self) -> float:
-        """The peak as a share of the plain way's."""
+        """The peak as a share of the plain one's."""
         return self.peak / self.plain_peak

@@ -1,4 +1,4 @@
-"""Gradients beside the plain ones: how many differ in any bit, and by how much."""
+"""Gradients compared with the plain ones: how many differ in any bit, and by how much."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SAME = "same bits"
 
 
 def equality(found: Sequence[Any], expected: Sequence[Any], *, exact: bool) -> str:
-    """In words. With `exact` those that differ are counted; else the largest difference counts, as rounding does.
+    """The comparison in words: how many differ if they should be `exact`, else the largest difference.
 
     That difference is a share of the largest entry of the same gradient.
     """

@@ -1,6 +1,6 @@
-"""A heavy function called many times: 100 tensors saved in every call, and only one call's alive at once.
+"""A heavy function called many times: each call saves 100 tensors; checkpointed, only one call's are alive at once.
 
-The tip that it is taken from adds, and an addition saves nothing; here it multiplies, which saves what it is given.
+The tip that it is taken from adds, and an addition saves nothing. Here it multiplies, which saves its inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide.torch as lt
 from lowtide.demo import tensors
-from lowtide.demo.contest import PLAIN, Contest
+from lowtide.demo.contest import PLAIN, Contest, Tool, with_lowtide
 from lowtide.plan import Plan, Receipt
 
 WIDTH = 1024
@@ -25,7 +25,7 @@ Results = tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 @contextmanager
 def contest(*, quick: bool) -> Iterator[Contest]:
-    """150 calls of 100 operations, or few."""
+    """150 calls of 100 operations, or fewer if `quick`."""
     with tensors.one_thread():
         calls, operations, budget = (12, 10, "256KiB") if quick else (150, 100, "1MiB")
         x0 = torch.linspace(-1, 2, WIDTH).requires_grad_()
@@ -51,11 +51,11 @@ def contest(*, quick: bool) -> Iterator[Contest]:
         def scan(**knobs: Any) -> Results:
             return finish(lt.checkpointed_scan(step, x0, length=calls, **knobs)[0])
 
-        works: dict[str, tensors.Work] = {
+        works: dict[Tool, tensors.Work] = {
             PLAIN: partial(model, heavy_function),
-            "torch checkpoint": partial(model, partial(checkpoint, heavy_function, use_reentrant=False)),
-            "Lowtide, checkpoint": partial(model, partial(lt.checkpoint, heavy_function)),
-            f"Lowtide, budget={budget}": partial(scan, budget=budget),
+            Tool("torch checkpoint"): partial(model, partial(checkpoint, heavy_function, use_reentrant=False)),
+            with_lowtide("checkpoint"): partial(model, partial(lt.checkpoint, heavy_function)),
+            with_lowtide(f"budget={budget}"): partial(scan, budget=budget),
         }
 
         def page() -> tuple[Plan, Receipt | None]:

@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from lowtide.demo.contest import ResultRow
+from lowtide.demo.contest import ResultRow, ToolKind
 from lowtide.demo.tables import HEADINGS, MEANING, cells
 from lowtide.version import __version__
 
@@ -81,5 +81,5 @@ def _example(title: str, note: str, rows: Sequence[ResultRow], files: Sequence[P
 
 
 def _row(row: ResultRow) -> str:
-    kind = ' class="ours"' if row.tool.startswith("Lowtide") else ""
+    kind = ' class="ours"' if row.kind is ToolKind.LOWTIDE else ""
     return f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(row)[1:])}</tr>"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lowtide.actions import Backward
 from lowtide.chain import Chain, StepCost, Working
-from lowtide.demo.contest import PLAIN, ResultRow
+from lowtide.demo.contest import PLAIN, ResultRow, Tool, with_lowtide
 from lowtide.plan import Bill, Plan
 from lowtide.planners.choose import choose, least_budget
 from lowtide.report.usual_tools import peers
@@ -23,7 +23,7 @@ def rollout(*, quick: bool) -> Plan:
 
 
 def played(plan: Plan, tell: Callable[[int], None]) -> tuple[int, Bill]:
-    """The number of actions and the bill, from playing them; `tell` is told now and then how many steps are done."""
+    """The number of actions and the bill, from playing them; `tell` is called now and then with the steps done."""
     ledger, length = Ledger(plan.chain), len(plan.chain)
     front, count = length, 0
     for action in plan.actions():
@@ -43,20 +43,20 @@ def verdict(plan: Plan, count: int, bill: Bill) -> str:
 
 
 def rows(example: str, plan: Plan) -> list[ResultRow]:
-    """All tapes kept, a snapshot every so many steps, and the plan."""
+    """All tapes kept, a snapshot at equal distances, and the plan."""
     chain = plan.chain
     base = round(len(chain) ** 0.5)
-    tools = [(f"every {base:,} steps", choose(chain, base=base)), (f"Lowtide, budget={BUDGET}", plan)]
+    tools = [(Tool(f"every {base:,} steps"), choose(chain, base=base)), (with_lowtide(f"budget={BUDGET}"), plan)]
     whole = chain.plain_tape
-    made = [ResultRow(example, PLAIN, whole, whole, None, 1.0, NOTHING_RAN)]
+    made = [ResultRow(example, PLAIN.name, whole, whole, None, 1.0, NOTHING_RAN, PLAIN.kind)]
     return made + [
-        ResultRow(example, tool, each.bill.peak_memory, whole, None, each.time_factor, NOTHING_RAN)
+        ResultRow(example, tool.name, each.bill.peak_memory, whole, None, each.time_factor, NOTHING_RAN, tool.kind)
         for tool, each in tools
     ]
 
 
 def limit(chain: Chain) -> str:
-    """How little can work."""
+    """The least budget that works, in a sentence."""
     return f"The least budget that works is {format_size(least_budget(chain))}; less is refused before anything runs."
 
 

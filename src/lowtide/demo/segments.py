@@ -1,4 +1,4 @@
-"""A network cut into segments: torch's two of as many layers each, and Lowtide with the bytes that those take."""
+"""A network cut into segments: torch's two with equally many layers, and Lowtide with the bytes that those take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import lowtide.torch as lt
 from lowtide.demo import tensors
-from lowtide.demo.contest import PLAIN, Contest
+from lowtide.demo.contest import PLAIN, Contest, Tool, with_lowtide
 from lowtide.plan import Plan, Receipt
 
 WIDTHS = (784, *[256] * 4, *[192] * 4, *[128] * 4, *[64] * 4, 10)
@@ -24,7 +24,7 @@ SMALL_WIDTHS = (32, *[24] * 4, *[12] * 4, 10)
 
 @contextmanager
 def contest(*, quick: bool) -> Iterator[Contest]:
-    """A classifier whose layers get smaller, with a batch of 2,048; or a small one."""
+    """A classifier whose layers get smaller, with a batch of 2,048; a small one if `quick`."""
     with tensors.one_thread():
         widths, batch = (SMALL_WIDTHS, 1024) if quick else (WIDTHS, 2048)
         layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]
@@ -41,12 +41,12 @@ def contest(*, quick: bool) -> Iterator[Contest]:
         def torchs_peak() -> int:
             return tensors.peak_of(torchs)
 
-        works: dict[str, tensors.Work] = {
+        works: dict[Tool, tensors.Work] = {
             PLAIN: partial(gradients, net),
-            "torch, 2 segments": torchs,
-            "Lowtide, 2 segments": partial(gradients, partial(lt.checkpoint_sequential, net, 2)),
-            "Lowtide, torch's peak": lambda: gradients(partial(lt.sequential, net, budget=torchs_peak())),
-            "Lowtide, budget=40%": partial(gradients, partial(lt.sequential, net, budget="40%")),
+            Tool("torch, 2 segments"): torchs,
+            with_lowtide("2 segments"): partial(gradients, partial(lt.checkpoint_sequential, net, 2)),
+            with_lowtide("torch's peak"): lambda: gradients(partial(lt.sequential, net, budget=torchs_peak())),
+            with_lowtide("budget=40%"): partial(gradients, partial(lt.sequential, net, budget="40%")),
         }
 
         def page() -> tuple[Plan, Receipt | None]:

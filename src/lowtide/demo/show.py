@@ -1,4 +1,4 @@
-"""Runs the examples one after the other: measures, prints, and writes pages and pictures."""
+"""Runs the examples one after the other: measures, prints, and writes pages and figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BRAINSTATE = ("jax", "brainstate", "brainpy", "braintools", "brainunit")
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """Where it is, what it imports, and the extra that installs that."""
+    """An example that runs: its module, the packages it imports, and the extra that installs them."""
 
     module: str
     needs: tuple[str, ...]
@@ -50,7 +50,7 @@ NAMES = (PAPER, *_MEASURED)
 
 
 def run(console: Console, output: Path, *, quick: bool = False, only: Sequence[str] | None = None) -> list[ResultRow]:
-    """Show the examples, write what they give to `output`, and return all rows.
+    """Show the examples, write their pages and pictures to `output`, and return all rows.
 
     Args:
         console: where to print, and where the progress bar lives.

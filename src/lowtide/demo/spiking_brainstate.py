@@ -16,7 +16,7 @@ import brainunit as u
 
 import lowtide.brainstate as lt
 from lowtide.demo import programs
-from lowtide.demo.contest import PLAIN, Contest, Contestant
+from lowtide.demo.contest import PLAIN, Contest, Contestant, Tool, with_lowtide
 from lowtide.plan import Plan
 
 BASE, SAMPLES = 16, 64
@@ -87,15 +87,15 @@ class Task:
 
 @contextmanager
 def contest(*, quick: bool) -> Iterator[Contest]:
-    """The tutorial's 400 steps, or few."""
+    """The tutorial's 400 steps, or fewer if `quick`."""
     with brainstate.environ.context(dt=1.0 * u.ms):
         steps = 32 if quick else 400
         task = Task(steps)
-        loops: dict[str, Callable[..., Any]] = {
+        loops: dict[Tool, Callable[..., Any]] = {
             PLAIN: brainstate.transform.for_loop,
-            f"brainstate, base={BASE}": partial(brainstate.transform.checkpointed_for_loop, base=BASE),
-            f"Lowtide, base={BASE}": partial(lt.checkpointed_for_loop, base=BASE),
-            "Lowtide, no knob": lt.checkpointed_for_loop,
+            Tool(f"brainstate, base={BASE}"): partial(brainstate.transform.checkpointed_for_loop, base=BASE),
+            with_lowtide(f"base={BASE}"): partial(lt.checkpointed_for_loop, base=BASE),
+            with_lowtide("no knob"): lt.checkpointed_for_loop,
         }
         yield Contest(
             f"brainstate's tutorial, {steps:,} steps",

@@ -15,7 +15,7 @@ import numpy as np
 
 import lowtide.jax as lt
 from lowtide.demo import programs
-from lowtide.demo.contest import PLAIN, Contest
+from lowtide.demo.contest import PLAIN, Contest, Tool, with_lowtide
 from lowtide.plan import Plan
 
 FAST, SLOW, LEAK = math.exp(-1 / 5), math.exp(-1 / 10), -math.expm1(-1 / 20)
@@ -24,7 +24,7 @@ Scan = Callable[..., Any]
 
 @jax.custom_jvp
 def spike(x: jax.Array) -> jax.Array:
-    """1 where x >= 0; the derivative is taken to be a triangle."""
+    """1 where x >= 0; its surrogate derivative is a triangle."""
     return (x >= 0).astype(x.dtype)
 
 
@@ -53,7 +53,7 @@ def nested(f: Any, init: Any, xs: jax.Array, segment: int) -> tuple[Any, Any]:
 
 @contextmanager
 def contest(*, quick: bool) -> Iterator[Contest]:
-    """2,000 steps of 100 neurons, or few."""
+    """2,000 steps of 100 neurons, or fewer of both if `quick`."""
     steps, neurons, segment, budget = (60, 8, 6, "30%") if quick else (2_000, 100, 40, "2%")
     rng = np.random.default_rng(0)
     weights = tuple(
@@ -68,11 +68,11 @@ def contest(*, quick: bool) -> Iterator[Contest]:
         logits = jax.nn.log_softmax(scan(partial(step, weights), init, spikes)[1].mean(0))
         return -jnp.take_along_axis(logits, labels[:, None], 1).mean()
 
-    scans: dict[str, Scan] = {
+    scans: dict[Tool, Scan] = {
         PLAIN: jax.lax.scan,
-        f"jax, every {segment} steps": partial(nested, segment=segment),
-        "Lowtide, no knob": lt.checkpointed_scan,
-        f"Lowtide, budget={budget}": partial(lt.checkpointed_scan, budget=budget),
+        Tool(f"jax, every {segment} steps"): partial(nested, segment=segment),
+        with_lowtide("no knob"): lt.checkpointed_scan,
+        with_lowtide(f"budget={budget}"): partial(lt.checkpointed_scan, budget=budget),
     }
 
     def page() -> tuple[Plan, None]:

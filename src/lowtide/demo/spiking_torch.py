@@ -1,6 +1,6 @@
 """A spiking network trained through a rollout, in PyTorch: the network and sizes of brainstate's tutorial.
 
-The outputs are added up as they come, by everybody, because nobody needs them stacked.
+Every tool adds the outputs up as they come, because none of them is needed on its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide.torch as lt
 from lowtide.demo import tensors
-from lowtide.demo.contest import PLAIN, Contest
+from lowtide.demo.contest import PLAIN, Contest, Tool, with_lowtide
 from lowtide.plan import Plan, Receipt
 
 BUDGET = "128KiB"
@@ -49,7 +49,7 @@ class Rollout:
         return self.finish(self._run(0.0, self.spikes) / len(self.spikes))
 
     def torchs(self, size: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Segments of so many steps in torch's checkpoint, which wants the state of the neurons handed through."""
+        """Segments of `size` steps in torch's checkpoint, through which the state of the neurons has to be passed."""
         total: Any = 0.0
         states: Any = (None, None, None)
         for part in self.spikes.split(size):
@@ -79,16 +79,16 @@ class Rollout:
 
 @contextmanager
 def contest(*, quick: bool) -> Iterator[Contest]:
-    """The tutorial's 400 steps, or few."""
+    """The tutorial's 400 steps, or fewer if `quick`."""
     with tensors.one_thread():
         steps = 49 if quick else 400
         base = round(math.sqrt(steps))
         rollout = Rollout(steps)
-        works: dict[str, tensors.Work] = {
+        works: dict[Tool, tensors.Work] = {
             PLAIN: rollout.plain,
-            f"torch, every {base} steps": partial(rollout.torchs, base),
-            f"Lowtide, base={base}": partial(rollout.lowtides, base=base),
-            f"Lowtide, budget={BUDGET}": partial(rollout.lowtides, budget=BUDGET),
+            Tool(f"torch, every {base} steps"): partial(rollout.torchs, base),
+            with_lowtide(f"base={base}"): partial(rollout.lowtides, base=base),
+            with_lowtide(f"budget={BUDGET}"): partial(rollout.lowtides, budget=BUDGET),
         }
         yield Contest(
             f"A spiking network through {steps:,} steps, PyTorch",

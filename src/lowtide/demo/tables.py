@@ -1,4 +1,4 @@
-"""Rows as a table for the terminal, and as words for everything else."""
+"""Result rows as text, and as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.demo.contest import PLAIN, ResultRow
+from lowtide.demo.contest import ResultRow, ToolKind
 from lowtide.sizes import format_size
 
 HEADINGS = ("example", "tool", "peak", "of plain", "time", "of plain", "gradients")
@@ -17,6 +17,7 @@ MEANING = (
     "same bits: every gradient equals the plain one to the last bit\n"
     "off: the largest difference, as a share of the gradient's largest entry"
 )
+_STYLES = {ToolKind.PLAIN: "dim", ToolKind.USUAL: "", ToolKind.LOWTIDE: "bold"}
 
 
 def cells(row: ResultRow) -> tuple[str, ...]:
@@ -33,7 +34,7 @@ def cells(row: ResultRow) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[ResultRow], *, examples: bool) -> Table:
-    """All rows; with the column of examples, which says each name once, or without it."""
+    """All rows; `examples` adds a column with the name of each example, written once."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     first = 0 if examples else 1
     made.caption, made.caption_justify = MEANING if examples else None, "left"
@@ -43,13 +44,9 @@ def table(rows: Sequence[ResultRow], *, examples: bool) -> Table:
         for place, row in enumerate(group):
             name, *rest = cells(row)
             shown = [name if place == 0 else "", *rest]
-            made.add_row(*[Text(cell) for cell in shown[first:]], style=_style(row))
+            made.add_row(*[Text(cell) for cell in shown[first:]], style=_STYLES[row.kind])
         made.add_section()
     return made
-
-
-def _style(row: ResultRow) -> str:
-    return "bold" if row.tool.startswith("Lowtide") else "dim" if row.tool == PLAIN else ""
 
 
 def _share(share: float) -> str:

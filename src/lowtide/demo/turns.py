@@ -10,7 +10,7 @@ from lowtide.demo.equality import equality
 
 
 def pieces(contest: Contest) -> int:
-    """How often `measure` says what it is doing."""
+    """How many pieces of work `measure` says that it begins."""
     return len(contest.contestants) * (3 + contest.repeats)
 
 
@@ -35,12 +35,13 @@ def measure(example: str, contest: Contest, say: Callable[[str], None]) -> list[
     return [
         ResultRow(
             example,
-            tool,
+            tool.name,
             peaks[tool],
             peaks[plain],
             seconds[tool],
             seconds[tool] / seconds[plain],
             "" if tool == plain else equality(gradients[tool], gradients[plain], exact=contest.exact),
+            tool.kind,
         )
         for tool in ready
     ]

@@ -1,8 +1,10 @@
 """What a plan of blocks says of itself: its lines, its worst moment, and a row for each block with the reason.
 
-Every reason is about one entry of one menu, so it is the same in every plan that chooses the entry. Gradients come to
-be one by one on the way back, and no step says how many are there at its worst moment. Until the optimizer's step they
-are told together with the transients.
+A reason depends on one entry of one menu alone, so it is the same in every plan that chooses the entry. Gradients are
+made one by one in the backward, and no step says how many of them exist at its worst moment: until the optimizer's step
+they are counted together with the transients.
+
+This module chooses nothing and knows no planner. `BlockSchedule` is what it reads of one; `blocks.Blocks` inherits it.
 """
 
 from __future__ import annotations
@@ -13,13 +15,38 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lowtide.chain import Chain, Role
+from lowtide.forms import FormKind
 from lowtide.plan import FrontierPoint, Plan
-from lowtide.planners.blocks import Blocks, beside, block_frontier
 from lowtide.sizes import format_size
 
-_KINDS = ("kept", "lean", "in parts", "nested", "rerun")
-_PREFIXES = (("", 1.0), ("m", 1e-3), ("u", 1e-6), ("n", 1e-9))
+SECONDS = "s"  # the unit of times that were measured; counted ones have another
+_PREFIXES_OF_SECONDS = (("", 1.0), ("m", 1e-3), ("u", 1e-6), ("n", 1e-9))
 _PREFIXES_OF_COUNTS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0))
+
+
+class BlockSchedule:
+    """A schedule of blocks as far as its text is concerned; `blocks.Blocks` describes the attributes."""
+
+    __slots__ = ()
+    options: tuple[int, ...]
+    optimizer: int
+    inputs: int
+    margin: int
+    notes: tuple[str, ...]
+    unit: str
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the chain's times are seconds, and not a count of operations."""
+        return self.unit == SECONDS
+
+    def lines(self, plan: Plan) -> Iterator[tuple[str, str]]:
+        """The plan as (label, text) pairs."""
+        return lines(plan, self)
+
+    def table(self, plan: Plan) -> Iterator[str]:
+        """A line for each block."""
+        return table(plan.chain, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +57,11 @@ class BlockRow:
         step: which step of the chain it is.
         tape: bytes that it holds if it is kept.
         held: bytes that it holds as it was decided.
-        seconds: of its forward and backward if it is kept.
-        extra: seconds beyond those.
+        seconds: of its forward and backward if it is kept, in the schedule's unit.
+        extra: what the decision adds to that.
         level: bytes of everything at its worst moment.
         decision: the entry of its menu, in words.
-        kind: what sort of form that is.
+        kind: what sort of form that entry is.
         why: the reason, in a few words.
     """
 
@@ -46,7 +73,7 @@ class BlockRow:
     extra: float
     level: int
     decision: str
-    kind: str
+    kind: FormKind
     why: str
 
 
@@ -63,9 +90,9 @@ class Worst:
         return f"{self.where}: {', '.join(f'{name} {format_size(size)}' for name, size in self.parts)}"
 
 
-def format_time(time: float, unit: str = "s") -> str:
+def format_time(time: float, unit: str = SECONDS) -> str:
     """A time to three digits, with the largest prefix that leaves at least 1: 0.0012 -> "1.2 ms"."""
-    prefixes = _PREFIXES if unit == "s" else _PREFIXES_OF_COUNTS
+    prefixes = _PREFIXES_OF_SECONDS if unit == SECONDS else _PREFIXES_OF_COUNTS
     for prefix, factor in prefixes:
         number = time / factor
         if number >= 0.9995:
@@ -73,8 +100,8 @@ def format_time(time: float, unit: str = "s") -> str:
     return f"0 {unit}"
 
 
-def fixed_parts(chain: Chain, schedule: Blocks) -> tuple[tuple[str, int], ...]:
-    """What is held from the beginning to the end of a training step, and how many bytes of it."""
+def fixed_parts(chain: Chain, schedule: BlockSchedule) -> tuple[tuple[str, int], ...]:
+    """What is held from the beginning of a training step to its end, each part with its bytes."""
     return (
         ("parameters", chain.parameters),
         ("optimizer state", schedule.optimizer),
@@ -85,10 +112,10 @@ def fixed_parts(chain: Chain, schedule: Blocks) -> tuple[tuple[str, int], ...]:
 def levels(chain: Chain, options: Sequence[int]) -> list[int]:
     """Bytes of everything at the worst moment of each step."""
     held = accumulate(chain[k].menu[option].tape for k, option in enumerate(options))
-    return [tapes + beside(chain[k])[option] for k, (tapes, option) in enumerate(zip(held, options, strict=True))]
+    return [tapes + chain[k].beside_tapes[option] for k, (tapes, option) in enumerate(zip(held, options, strict=True))]
 
 
-def worst_moment(chain: Chain, schedule: Blocks) -> Worst:
+def worst_moment(chain: Chain, schedule: BlockSchedule) -> Worst:
     """Where the plan's memory peaks, and what it consists of there."""
     options = schedule.options
     reached = levels(chain, options)
@@ -121,7 +148,7 @@ def where(chain: Chain, step: int) -> str:
 def why(chain: Chain, k: int, option: int, unit: str) -> str:
     """Why block k is in this form."""
     step = chain[k]
-    menu, needs = step.menu, beside(step)
+    menu, needs = step.menu, step.beside_tapes
     kept, entry = menu[0], menu[option]
     if option == 0:
         return "fits" if len(menu) > 1 else "fits; it has no other form"
@@ -132,7 +159,7 @@ def why(chain: Chain, k: int, option: int, unit: str) -> str:
     return f"needs {format_size(less)} less at its worst moment {price}" if less > 0 else price
 
 
-def rows(chain: Chain, schedule: Blocks) -> list[BlockRow]:
+def rows(chain: Chain, schedule: BlockSchedule) -> list[BlockRow]:
     """A row for each block, in the order of the chain."""
     options = schedule.options
     reached = levels(chain, options)
@@ -159,17 +186,16 @@ def decision(chain: Chain, k: int, option: int) -> str:
     return (entry.name or f"option {option}") if entry.form is None else entry.form.in_words()
 
 
-def kind(chain: Chain, k: int, option: int) -> str:
-    """What sort of form an entry of a block's menu is; on paper, where it has none, its name's first word."""
-    entry = chain[k].menu[option]
-    return decision(chain, k, option).split()[0] if entry.form is None else entry.form.kind
+def kind(chain: Chain, k: int, option: int) -> FormKind:
+    """What sort of form an entry of a block's menu is."""
+    form = chain[k].menu[option].form
+    return FormKind.OTHER if form is None else form.kind
 
 
-def kinds(chosen: Iterable[str]) -> str:
+def kinds(chosen: Iterable[FormKind]) -> str:
     """How many blocks are kept, lean and so on, in words: "8 kept, 3 lean, 1 rerun"."""
     counts = Counter(chosen)
-    usual = [name for name in _KINDS if name in counts]
-    return ", ".join(f"{counts[name]:,} {name}" for name in [*usual, *sorted(counts.keys() - set(_KINDS))])
+    return ", ".join(f"{counts[kind]:,} {kind}" for kind in FormKind if kind in counts)
 
 
 def plain_of(chain: Chain) -> str:
@@ -186,7 +212,7 @@ def title(chain: Chain) -> str:
     return f"{len(blocks):,} {noun}, {format_size(sum(chain[k].tape for k in blocks))} of tape if all are kept"
 
 
-def lines(plan: Plan, schedule: Blocks) -> Iterator[tuple[str, str]]:
+def lines(plan: Plan, schedule: BlockSchedule) -> Iterator[tuple[str, str]]:
     """The plan as (label, text) pairs."""
     chain, peak, asked = plan.chain, plan.bill.peak_memory, plan.knob.value
     yield "model", title(chain)
@@ -195,14 +221,14 @@ def lines(plan: Plan, schedule: Blocks) -> Iterator[tuple[str, str]]:
         yield "holds", ", ".join(f"{name} {format_size(size)}" for name, size in held)
     margin = f"; the plan aims {format_size(schedule.margin)} below it, its margin" if schedule.margin else ""
     yield "asked", f"{plan.knob}{margin}"
-    share = f", {peak / asked:.1%} of the one asked for" if plan.knob.name == "peak" and asked else ""
+    share = f", {peak / asked:.1%} of the one asked for" if plan.knob.in_bytes and asked else ""
     yield "peak", f"{format_size(peak)} predicted{share}"
     yield "worst", str(worst_moment(chain, schedule))
     extra = plan.bill.seconds - chain.plain_seconds
     factor = f"{plan.time_factor:.3f}x the {plain_of(chain)} time"
     yield "time", f"{format_time(extra, schedule.unit)} extra: {factor}, predicted"
     yield "blocks", kinds(kind(chain, k, schedule.options[k]) for k in chain.blocks()) or "none"
-    yield "frontier", _told(block_frontier(chain), schedule.unit)
+    yield "frontier", _told(plan.frontier, schedule.unit)
     yield "planner", plan.planner
     yield from (("note", note) for note in schedule.notes)
 
@@ -215,8 +241,8 @@ def _told(points: Sequence[FrontierPoint], unit: str) -> str:
     return f"{len(points):,} choices, from {first} to {last}" if len(points) > 1 else f"one choice, {first}"
 
 
-def table(chain: Chain, schedule: Blocks) -> Iterator[str]:
-    """The rows as text in columns, under their titles; nothing if there are none."""
+def table(chain: Chain, schedule: BlockSchedule) -> Iterator[str]:
+    """The rows as text in columns, under their titles; nothing if there are no blocks."""
     cells = [
         (row.name, format_size(row.tape), format_time(row.seconds, schedule.unit), row.decision, row.why)
         for row in rows(chain, schedule)

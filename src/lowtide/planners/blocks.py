@@ -31,9 +31,10 @@ from lowtide.chain import Chain, StepCost
 from lowtide.checks import MOST_TOTAL, keep_whole, whole_number
 from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Bill, FrontierPoint, Knob, Plan, registered
+from lowtide.planners.block_text import SECONDS, BlockSchedule
 from lowtide.simulate import simulate_actions
 
-MOST_POINTS = 4096
+MOST_POINTS = 4096  # of a front; of more, some are left out
 _REMEDY = "raise the peak, or make the step smaller (a smaller batch, shorter inputs)"
 
 _Ints = NDArray[np.int64]
@@ -41,16 +42,16 @@ _Ints = NDArray[np.int64]
 
 @registered
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(BlockSchedule):
     """Every step taped once, in one of its forms, and pulled back.
 
     Attributes:
         options: the entry of its menu for each step.
         optimizer: bytes of the optimizer's state, which the peak counts.
         inputs: bytes that are there before the step and are neither parameters nor optimizer state.
-        margin: the plan aims so many bytes below the peak asked for.
+        margin: bytes by which the plan aims below the peak asked for.
         notes: sentences that say what was planned and what was not, and why.
-        unit: what the chain's times are in: "s", or what was counted instead, such as "FLOP"; for reports.
+        unit: what the chain's times are in: seconds, or what was counted instead, such as "FLOP"; for reports.
     """
 
     planner: ClassVar[str] = "blocks"
@@ -61,7 +62,7 @@ class Blocks:
     inputs: int = 0
     margin: int = 0
     notes: tuple[str, ...] = ()
-    unit: str = "s"
+    unit: str = SECONDS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", tuple(whole_number(o, "options", least=0) for o in self.options))
@@ -95,18 +96,6 @@ class Blocks:
     def frontier(self, chain: Chain) -> tuple[FrontierPoint, ...]:
         """Every choice worth making, from the largest peak to the least."""
         return block_frontier(chain)
-
-    def lines(self, plan: Plan) -> Iterator[tuple[str, str]]:
-        """The plan as (label, text) pairs."""
-        from lowtide.planners import block_text  # it reads plans of blocks, and is wanted only when one is shown
-
-        return block_text.lines(plan, self)
-
-    def table(self, plan: Plan) -> Iterator[str]:
-        """A line for each block."""
-        from lowtide.planners import block_text
-
-        return block_text.table(plan.chain, self)
 
 
 @lru_cache(maxsize=8)
@@ -164,13 +153,8 @@ def _asked(plan: Plan) -> tuple[Blocks, int]:
     return schedule, max(asked or 0, plan.bill.peak_memory + schedule.margin)
 
 
-def beside(step: StepCost) -> tuple[int, ...]:
-    """For each entry of the menu, bytes at the step's worst moment beyond the tapes held then, its own among them."""
-    return tuple(max(step.working.tape, pulling) for pulling in step.pulling)
-
-
 def frontier_of(chain: Chain, most: int) -> tuple[FrontierPoint, ...]:
-    """The frontier by fronts of at most so many points (at least 2); see `block_frontier`."""
+    """The frontier, with at most `most` points (at least 2) for each step on the way; usually, `block_frontier`."""
     steps = [chain[k] for k in range(len(chain))]
     unit = _unit(steps)
     peaks, seconds = np.zeros(1, np.int64), np.zeros(1, np.int64)
@@ -195,7 +179,7 @@ def frontier_of(chain: Chain, most: int) -> tuple[FrontierPoint, ...]:
 def _front(step: StepCost, peaks: _Ints, seconds: _Ints, unit: float, most: int) -> tuple[_Ints, _Ints, _Ints, _Ints]:
     """The points from this step on, by rising peak and falling seconds; for each its entry, and its point after."""
     menu = step.menu
-    beyond = zip(menu, beside(step), strict=True)
+    beyond = zip(menu, step.beside_tapes, strict=True)
     reached = np.concatenate([entry.tape + np.maximum(peaks, worst) for entry, worst in beyond])
     taken = np.concatenate([seconds + round(entry.extra / unit) for entry in menu])
     order = np.argsort(reached, kind="stable")  # rows of rising numbers one after the other, which it merges
@@ -210,7 +194,7 @@ def _front(step: StepCost, peaks: _Ints, seconds: _Ints, unit: float, most: int)
 
 
 def _spread(peaks: _Ints, most: int) -> _Ints:
-    """At most so many places in this row of rising numbers, spread evenly over them, its two ends among them."""
+    """At most `most` places in this row of rising numbers, spread evenly over them, with both ends among them."""
     shares = (peaks - peaks[0]) / (peaks[-1] - peaks[0])
     parts = np.minimum((shares * (most - 1)).astype(np.int64), most - 2)
     last_of_part = np.append(parts[1:] > parts[:-1], True)

@@ -1,7 +1,20 @@
-"""The report of a plan and a run: a page, text, notebook HTML and figures, from plans, bills and receipts alone.
+"""The report of a plan and of a run of it: a page, text, notebook HTML and figures.
 
-import lowtide.report
-lowtide.report.write(plan, receipt, "plan.html")
+    import lowtide.report
+    lowtide.report.write(plan, receipt, "plan.html")
+
+In come a plan and what a run of it did cost, as values; out goes what people read: a file, text, HTML or a figure.
+
+    kinds.py                      what differs between a loop or layers and a whole model, and which of them a plan is
+    usual_tools.py                what other tools would do with the same chain, on paper
+    moments.py, timeline.py       the plan over time: played on paper, and what memory holds
+    decisions.py                  what happens to each step, and why
+    content.py                    all of that in one value, the `Story` that every medium shows
+    wording.py, drawing.py, snippets.py   words, colours and code that the media share
+    page/, terminal.py, notebook.py, figures.py   the media
+
+It decides nothing about a plan, measures nothing and knows no framework: it may import the core and the planners. Rich
+and matplotlib are imported by `terminal` and `figures` alone, and these only when they are used.
 """
 
 from __future__ import annotations
@@ -32,7 +45,7 @@ def show(
     console: Console | None = None,
 ) -> None:
     """Print the report in a terminal; needs rich (`lowtide[report]`). Arguments are those of `write`."""
-    from lowtide.report import terminal  # rich is wanted by nobody who writes pages only
+    from lowtide.report import terminal  # whoever writes pages alone needs no rich
 
     terminal.show(tell(plan, receipt, measured=measured, points=points), console)
 
@@ -49,7 +62,7 @@ def figure(
 
     Needs matplotlib (`lowtide[report]`). Arguments are those of `write`.
     """
-    from lowtide.report import figures  # matplotlib is wanted by nobody who writes pages only
+    from lowtide.report import figures  # whoever writes pages alone needs no matplotlib
 
-    figures.check_path(path)  # before the wait
+    figures.check_path(path)  # before planning, which may take long
     return figures.figure(tell(plan, receipt, measured=measured, points=points), path)

@@ -1,32 +1,27 @@
-"""Everything that a report shows of a plan, in whatever form: the plan, other budgets, the usual tools, the receipt."""
+"""Everything that a report shows of a plan, in any medium: the plan, other choices, the usual tools, the receipt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from lowtide.checks import whole_number
 from lowtide.errors import InputError
 from lowtide.plan import Plan, Receipt
-from lowtide.planners.blocks import Blocks, least_peak, to_ask
-from lowtide.planners.choose import least_budget
-from lowtide.planners.frontier import frontier
 from lowtide.report.decisions import StepRow, rows
-from lowtide.report.kinds import ChainKind, kind_of
+from lowtide.report.kinds import PlanKind, Progress, Section, kind_of
 from lowtide.report.timeline import Timeline, played
-from lowtide.report.usual_tools import Mark, block_peers, peers
-from lowtide.report.wording import budget_of, size_at_least
+from lowtide.report.usual_tools import Mark
+from lowtide.report.wording import budget_of
 from lowtide.sizes import format_size
 
-# A plan of more runs has its point on the frontier, but nobody waits for its picture unless it is the plan itself.
+# A plan of more runs takes long to play: it has a point on the frontier, and no picture unless it is the plan itself.
 MOST_RUNS_DRAWN = 4_000_000
-
-Progress = Callable[[int, int], object]
 
 
 class HasReceipt(Protocol):
-    """A recording that is still open, say."""
+    """What has a receipt, such as a recording, which may still be open."""
 
     @property
     def receipt(self) -> Receipt:
@@ -35,7 +30,7 @@ class HasReceipt(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One plan, played."""
+    """One plan, played; `rows` are empty for a whole model, whose blocks have a table of their own."""
 
     plan: Plan
     timeline: Timeline
@@ -47,7 +42,7 @@ class Story:
     """A plan and what belongs beside it.
 
     Attributes:
-        views: the plan among plans for other budgets, the smallest first.
+        views: the plan among plans for other budgets, the smallest budget first.
         chosen: which of the views is the plan.
         least: the least budget that works, for a model the least peak predicted; 0 where no other was planned.
         frontier: every budget that was planned, those that are not drawn among them, as points.
@@ -70,19 +65,19 @@ class Story:
         return self.views[self.chosen]
 
     @property
-    def kind(self) -> ChainKind:
+    def kind(self) -> PlanKind:
         """What kind of plan it is."""
         return kind_of(self.plan)
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak keeps the budget; `measuring` says how the measured one is to be read."""
+        """Whether the predicted peak is within the budget; `measuring` says how the measured one is to be read."""
         budget = budget_of(self.plan)
         return budget is None or self.plan.bill.peak_memory <= budget
 
     @property
     def verdict(self) -> str:
-        """That, in a sentence with numbers."""
+        """Whether it fits, in a sentence with numbers."""
         budget, measured = budget_of(self.plan), measured_peak(self.plan, self.receipt)
         peak = f"a predicted peak of {format_size(self.plan.bill.peak_memory)}"
         if measured is not None and not self.is_measured_above:
@@ -110,7 +105,7 @@ class Story:
 
     @property
     def is_measured_above(self) -> bool:
-        """Whether the measured peak is above a budget that the predicted one keeps."""
+        """Whether the measured peak is above a budget that the predicted one is within."""
         measured, budget = measured_peak(self.plan, self.receipt), budget_of(self.plan)
         return budget is not None and measured is not None and measured > budget >= self.plan.bill.peak_memory
 
@@ -135,7 +130,7 @@ def tell(
         receipt: what a run of it did cost.
         measured: more measured points, for the frontier.
         points: how many other budgets, besides the peaks of the usual tools; 0 for the plan alone, which is quick. A
-            whole model has all choices of its frontier, or none.
+            whole model has all choices of its frontier, unless it is 0.
         progress: called with how many plans are done and of how many, each time one is.
     """
     if not isinstance(plan, Plan):
@@ -144,33 +139,23 @@ def tell(
         raise InputError(f"receipt={receipt!r} is a {type(receipt).__name__}; give a Receipt, or what record() gave")
     taken = receipt if isinstance(receipt, Receipt) or receipt is None else receipt.receipt
     whole_number(points, "points", least=0)
-    model = kind_of(plan).model
-    if model is not None:
-        return _tell_model(plan, model, taken, tuple(measured), alone=points == 0)
-    return _tell_chain(plan, taken, tuple(measured), points, progress or _no_progress)
+    return _story(plan, taken, tuple(measured), points, progress or _no_progress)
 
 
 def _no_progress(done: int, total: int) -> None:
-    """Nobody asked how far it is."""
+    """What is called where progress is not asked for."""
 
 
-def _tell_chain(
-    plan: Plan, receipt: Receipt | None, measured: tuple[Mark, ...], points: int, progress: Progress
-) -> Story:
-    """A loop or layers: planned for other budgets, and each plan played."""
-    chain, rooms = plan.chain, plan.rooms
-    tools = peers(chain) if points else ()
-    at_their_peaks = {tool.peak for tool in tools}  # so that each is seen beside the plan for the same memory
-    others = frontier(chain, max(points, 2), plan.schedule.disk, rooms=rooms, also=at_their_peaks) if points else ()
-    total, views, marks = points + len(at_their_peaks) + 1, [_view(plan)], [_mark(plan)]
-    for done, other in enumerate(others, start=1):
-        progress(done, total)
-        if other.knob == plan.knob:
-            continue
-        marks.append(_mark(other))
-        if other.bill.plain_runs + other.bill.taping_runs <= MOST_RUNS_DRAWN:
+def _story(plan: Plan, receipt: Receipt | None, measured: tuple[Mark, ...], points: int, progress: Progress) -> Story:
+    """The plan among its alternatives; each that has a plan of its own is played."""
+    kind = kind_of(plan)
+    tools = kind.usual_tools() if points else ()
+    views, marks = [_view(plan)], [kind.mark]
+    # Alternatives at the tools' own peaks, so that each tool is seen beside the plan for the same memory.
+    for mark, other in kind.alternatives(points, {tool.peak for tool in tools}, progress):
+        marks.append(mark)
+        if other is not None and other.bill.plain_runs + other.bill.taping_runs <= MOST_RUNS_DRAWN:
             views.append(_view(other))
-    progress(total, total)
     views.sort(key=lambda view: budget_of(view.plan) or view.plan.bill.peak_memory)
     marks.sort(key=lambda mark: (mark.peak, -mark.time_factor))
     return Story(
@@ -178,43 +163,16 @@ def _tell_chain(
         receipt=receipt,
         views=tuple(views),
         chosen=next(k for k, view in enumerate(views) if view.plan is plan),
-        least=least_budget(chain, plan.schedule.disk, rooms=rooms) if points else 0,
+        least=kind.least() if points else 0,
         frontier=tuple(marks),
         peers=tools,
         measured=(*_measured(plan, receipt), *measured),
     )
 
 
-def _tell_model(
-    plan: Plan, schedule: Blocks, receipt: Receipt | None, measured: tuple[Mark, ...], *, alone: bool
-) -> Story:
-    """Its frontier is in the plan, so nothing is planned; pages make its other views from the menus."""
-    chain, plain = plan.chain, plan.chain.plain_seconds
-    marks = [_mark(plan)]
-    for point in () if alone else plan.frontier:
-        factor = (plain + point.extra) / plain if plain else 1.0
-        if point.options != schedule.options:
-            marks.append(Mark(f"peak={size_at_least(to_ask(plan, point.peak))}", point.peak, factor))
-    marks.sort(key=lambda mark: (mark.peak, -mark.time_factor))
-    return Story(
-        plan=plan,
-        receipt=receipt,
-        views=(View(plan, played(plan), ()),),
-        chosen=0,
-        least=0 if alone else least_peak(chain),
-        frontier=tuple(marks),
-        peers=() if alone else block_peers(chain),
-        measured=(*_measured(plan, receipt), *measured),
-    )
-
-
 def _view(plan: Plan) -> View:
     timeline = played(plan)
-    return View(plan, timeline, rows(plan, timeline.tally))
-
-
-def _mark(plan: Plan) -> Mark:
-    return Mark(str(plan.knob), plan.bill.peak_memory, plan.time_factor)
+    return View(plan, timeline, rows(plan, timeline.tally) if Section.STEPS in kind_of(plan).sections else ())
 
 
 def _measured(plan: Plan, receipt: Receipt | None) -> list[Mark]:
@@ -225,7 +183,7 @@ def _measured(plan: Plan, receipt: Receipt | None) -> list[Mark]:
     chain = plan.chain
     times, rest = divmod(receipt.backward_runs, len(chain))  # a recording may hold many rounds of training
     forward, whole = chain.forward_seconds(0, len(chain)), chain.plain_seconds
-    if not (times and whole) or rest or kind_of(plan).model is not None:
+    if not (times and whole and kind_of(plan).counts_runs) or rest:
         return [Mark("measured", peak, plan.time_factor, "bytes alone; drawn at the predicted time", is_timed=False)]
     runs = (receipt.plain_runs + receipt.taping_runs + receipt.probe_runs) / times
     factor = (runs / len(chain) * forward + whole - forward) / whole

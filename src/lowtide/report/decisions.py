@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 
 from lowtide.chain import Chain
@@ -10,8 +11,15 @@ from lowtide.plan import Plan
 from lowtide.report.timeline import Tally
 from lowtide.sizes import format_size
 
-MOST_NAMED = 2_000  # steps with names of their own that get a row each
-MOST_RANGES = 50
+MOST_NAMED = 2_000  # steps with a name or a cost of their own that get a row each; of more there are ranges
+MOST_RANGES = 50  # rows of equal steps
+
+
+class Decision(StrEnum):
+    """What is done with a layer or a range of steps."""
+
+    KEEP = "keep"
+    RERUN = "rerun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +34,9 @@ class StepRow:
         seconds: of running it once, by the chain's costs.
         again: plain runs of an average step of it, which are its runs beyond the taping one.
         stored: how many of its states are ever stored.
-        form: how its tape is kept.
-        decision: "keep" or "rerun".
+        form: how its tape is kept, in words.
+        is_whole: whether that is the whole tape, of all its steps.
+        decision: whether it is run again.
         why: the reason, in a sentence.
     """
 
@@ -40,7 +49,8 @@ class StepRow:
     again: float
     stored: int
     form: str
-    decision: str
+    is_whole: bool
+    decision: Decision
     why: str
 
 
@@ -79,7 +89,8 @@ def _row(plan: Plan, tally: Tally, start: int, stop: int) -> StepRow:
         again=again,
         stored=stored,
         form=names.pop() if len(names) == 1 else "several forms",
-        decision="rerun" if again else "keep",
+        is_whole=not any(forms),
+        decision=Decision.RERUN if again else Decision.KEEP,
         why=_why(plan, tally, start, stop, tape, again * seconds),
     )
 

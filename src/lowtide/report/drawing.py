@@ -1,7 +1,7 @@
 """What every drawing of a plan shares: its colours, its ticks, and the schedule as cells of time by steps.
 
-The text, the notebook and the figures draw from here, so that a colour means the same in all of them. The colours are
-told apart by people who see few, and by their lightness in grey print.
+The text, the notebook and the figures draw from here, so that a colour means the same in all of them. The colours can
+be told apart by people with colour vision deficiency and, by their lightness, in grey print.
 """
 
 from __future__ import annotations
@@ -13,71 +13,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.actions import Tier
-from lowtide.plan import Plan
-from lowtide.report.kinds import ModelKind, kind_of
-from lowtide.report.timeline import Kind, Moment, Raster, Timeline
+from lowtide.report.kinds import PlanKind
+from lowtide.report.moments import MemoryPart
+from lowtide.report.timeline import Raster, RunKind, Timeline
 
 
 class Ink(NamedTuple):
-    """How one thing is called and coloured."""
+    """The name and the colour of one thing that is drawn."""
 
     name: str
     colour: str
 
 
-KINDS = {
-    Kind.FORWARD: Ink("forward", "#2b7bba"),
-    Kind.FORWARD_TAPED: Ink("forward, taped", "#174a73"),
-    Kind.RERUN: Ink("rerun", "#e08214"),
-    Kind.RERUN_TAPED: Ink("rerun, taped", "#8f4f05"),
-    Kind.BACKWARD: Ink("backward", "#6a51a3"),
+RUN_INKS = {
+    RunKind.FORWARD: Ink("forward", "#2b7bba"),
+    RunKind.FORWARD_TAPED: Ink("forward, taped", "#174a73"),
+    RunKind.RERUN: Ink("rerun", "#e08214"),
+    RunKind.RERUN_TAPED: Ink("rerun, taped", "#8f4f05"),
+    RunKind.BACKWARD: Ink("backward", "#6a51a3"),
 }
-TIERS = {Tier.MEMORY: Ink("snapshot in memory", "#1b9e77"), Tier.DISK: Ink("snapshot on disk", "#b15928")}
-PARTS = (
-    Ink("snapshots", "#1b9e77"),
-    Ink("tape", "#2b7bba"),
-    Ink("cotangent", "#a0608f"),
-    Ink("working", "#f0b450"),
-)
-PARAMETERS = Ink("parameters", "#525252")
+TIER_INKS = {Tier.MEMORY: Ink("snapshot in memory", "#1b9e77"), Tier.DISK: Ink("snapshot on disk", "#b15928")}
+_PART_COLOURS = {
+    MemoryPart.SNAPSHOTS: "#1b9e77",
+    MemoryPart.TAPE: "#2b7bba",
+    MemoryPart.COTANGENT: "#a0608f",
+    MemoryPart.WORKING: "#f0b450",
+    MemoryPart.PARAMETERS: "#525252",
+    MemoryPart.OPTIMIZER: "#7b8fa1",
+    MemoryPart.INPUTS: "#b8c4cf",
+    MemoryPart.TAPES: "#2b7bba",
+    MemoryPart.REST: "#f0b450",
+}
+PART_INKS = {part: Ink(part.value, colour) for part, colour in _PART_COLOURS.items()}
+PARAMETERS = PART_INKS[MemoryPart.PARAMETERS]
 GRADIENTS = Ink("gradients", "#969696")
-MODEL_PARTS = (
-    PARAMETERS,
-    Ink("optimizer state", "#7b8fa1"),
-    Ink("inputs and buffers", "#b8c4cf"),
-    Ink("tapes", "#2b7bba"),
-    Ink("the rest", "#f0b450"),
-)
 
 
-def parts_of(moment: Moment) -> tuple[int, int, int, int]:
-    """Bytes of a moment in the order of `PARTS`."""
-    return moment.snapshots, moment.tape, moment.cotangent, moment.working
-
-
-def layers(plan: Plan) -> tuple[Ink, ...]:
-    """What memory over time is stacked of, the lowest first: what the plan's budget counts, or a model's peak."""
-    return MODEL_PARTS if isinstance(kind_of(plan), ModelKind) else PARTS
-
-
-def layers_of(plan: Plan, moment: Moment) -> tuple[int, ...]:
-    """Bytes of a moment in the order of `layers`."""
-    kind = kind_of(plan)
-    return _model_parts_of(kind, moment) if isinstance(kind, ModelKind) else parts_of(moment)
-
-
-def _model_parts_of(kind: ModelKind, moment: Moment) -> tuple[int, ...]:
-    """Bytes of a moment in the order of `MODEL_PARTS`."""
-    chain, blocks = kind.chain, set(kind.chain.blocks())
-    # Steps outside of blocks hold a byte or so, which is no tape to speak of.
-    tapes = max(0, moment.tape - sum(chain[k].tape for k in range(len(chain)) if k not in blocks))
-    # What is held all along is there while a step is taped too, which needs to say nothing of it.
-    left = max(moment.total - tapes, min(kind.held_before, kind.plan.bill.peak_memory - tapes))
-    found = []
-    for _, size in kind.fixed:
-        found.append(min(size, left))
-        left -= found[-1]
-    return *found, tapes, left
+def memory_inks(kind: PlanKind) -> tuple[Ink, ...]:
+    """The inks of what memory over time is stacked of, in the order in which `kind.parts_of` returns its bytes."""
+    return tuple(PART_INKS[part] for part in kind.memory_parts)
 
 
 def size_ticks(top: int, most: int = 5) -> list[int]:
@@ -105,13 +79,14 @@ class Cells:
         """RGBA, the last steps in the first line: runs in their colour, stored states as a tint below them."""
         spent = self.share.sum(axis=0)
         fullest = np.maximum(spent.max(axis=1, keepdims=True), 1e-12)
-        inks = np.array([_channels(KINDS[kind].colour) for kind in Kind])
+        inks = np.array([_channels(RUN_INKS[kind].colour) for kind in RunKind])
         colour = np.tensordot(self.share, inks, axes=(0, 0)) / np.maximum(spent, 1e-12)[..., None]
-        # A column that spreads over many rows spends little in each: what counts is the place, so the root lifts it.
+        # A column whose time is spread over many rows has little in each. The place matters more than the amount, so
+        # the square root makes small shares visible.
         cover = np.sqrt(spent / fullest)
         stored = self.memory + self.disk
-        tint = self.memory[..., None] * _channels(TIERS[Tier.MEMORY].colour)
-        tint += self.disk[..., None] * _channels(TIERS[Tier.DISK].colour)
+        tint = self.memory[..., None] * _channels(TIER_INKS[Tier.MEMORY].colour)
+        tint += self.disk[..., None] * _channels(TIER_INKS[Tier.DISK].colour)
         tint /= np.maximum(stored, 1e-12)[..., None]
         below = np.where(stored > 0, 0.25 + 0.45 * np.minimum(np.sqrt(stored), 1.0), 0.0) * (1 - cover)
         alpha = cover + below
@@ -121,11 +96,11 @@ class Cells:
 
 
 def cells(timeline: Timeline, length: int, columns: int, rows: int) -> Cells:
-    """The schedule of a chain of `length` steps in at most so many columns and rows."""
+    """The schedule of a chain of `length` steps in at most `columns` and `rows`."""
     rows = min(rows, length)
     if timeline.raster is not None:
         return _coarser(timeline.raster, columns, rows)
-    share = np.zeros((len(Kind), columns, rows))
+    share = np.zeros((len(RunKind), columns, rows))
     stored = {tier: np.zeros((columns, rows)) for tier in Tier}
     scale = columns / timeline.seconds
 

@@ -16,15 +16,9 @@ import numpy as np
 
 from lowtide.actions import Tier
 from lowtide.errors import InputError
-from lowtide.report.drawing import GRADIENTS, KINDS, PARAMETERS, TIERS, cells, layers, layers_of, size_ticks
+from lowtide.report.drawing import GRADIENTS, PARAMETERS, RUN_INKS, TIER_INKS, cells, memory_inks, size_ticks
 from lowtide.report.kinds import kind_of
-from lowtide.report.wording import (
-    budget_of,
-    clean,
-    cut,
-    measured_name,
-    times_of,
-)
+from lowtide.report.wording import budget_of, clean, cut, measured_name, times_of
 from lowtide.sizes import format_size
 
 if TYPE_CHECKING:
@@ -39,15 +33,16 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _DPI = 200
-_RATIOS = (1.0, 1.15, 1.0)  # of the panels' heights
-_MARKERS: tuple[Any, ...] = (*"sD^v<>pPX*dh", (4, 1, 0), (8, 1, 0))  # the last are stars of so many points
-_FAR = 50  # times the least time: what takes longer is not drawn
+_PANEL_HEIGHTS = (1.0, 1.15, 1.0)  # relative to each other
+_PLAN_COLOUR, _PEER_COLOUR, _MEASURED_COLOUR = "#d7191c", "#000000", "#1b7837"
+_MARKERS: tuple[Any, ...] = (*"sD^v<>pPX*dh", (4, 1, 0), (8, 1, 0))  # the last two: stars with 4 and with 8 points
 _MOST_MARKS = len(_MARKERS)  # in a legend, each with a marker of its own
-_PEER, _MEASURED = "#000000", "#1b7837"
-_PANEL_LINES = 15  # of a legend, in a panel of the usual height
-_LINE = 0.145  # inches
-_MOST_NAMES = 24  # along an axis
-_PLAN = "#d7191c"
+_MOST_TIME_SPAN = 50  # times the least time; the frontier is not drawn above that
+_LEAST_LOG_SPAN = 4  # times the least time; an axis that spans more is logarithmic
+_NEAR_LIMIT = 2  # times the peak; a limit further above would flatten the picture, and is in the legend alone
+_LEGEND_LINES = 15  # that fit beside a panel of the usual height
+_LEGEND_LINE = 0.145  # inches
+_MOST_NAMES = 24  # of steps along an axis
 _STYLE: dict[Any, Any] = {
     "font.size": 8.0,
     "axes.titlesize": 9.0,
@@ -57,7 +52,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "legend.fontsize": 7.0,
     "legend.frameon": False,
-    "text.usetex": False,  # names hold what TeX would take for its own
+    "text.usetex": False,  # names may have characters that TeX interprets
     "pdf.fonttype": 42,  # type 3 fonts are refused by some journals
     "svg.hashsalt": "lowtide",  # the same figure is the same file
 }
@@ -77,7 +72,7 @@ def figure(story: Story, path: str | os.PathLike[str] | None = None) -> Figure:
         raise InputError('figures need matplotlib; install it with pip install "lowtide[report]"') from error
     with rc_context(_STYLE):
         made = Figure(figsize=(7.2, 7.6), layout="constrained")
-        grid = made.add_gridspec(3, 1, height_ratios=_RATIOS)
+        grid = made.add_gridspec(3, 1, height_ratios=_PANEL_HEIGHTS)
         frontier, schedule, memory = (made.add_subplot(grid[row]) for row in range(3))
         frontier_axes(frontier, story)
         schedule_axes(schedule, story)
@@ -92,7 +87,7 @@ def figure(story: Story, path: str | os.PathLike[str] | None = None) -> Figure:
 
 
 def check_path(path: str | os.PathLike[str] | None) -> None:
-    """Refuse a name that does not say in which form to save."""
+    """Refuse a name that does not say in which format to save."""
     if path is not None and Path(path).suffix.lower() not in SUFFIXES:
         raise InputError(
             f"path={os.fspath(path)!r}: a figure is saved as {', '.join(SUFFIXES)}; end the name in one of them"
@@ -102,12 +97,12 @@ def check_path(path: str | os.PathLike[str] | None) -> None:
 def frontier_axes(axes: Axes, story: Story) -> None:
     """Draw what every budget buys: peak memory against time, the plan, the usual tools and measurements marked."""
     best = _best(story)
-    # A plan holds for every budget up to the next one's.
+    # A plan is the answer for every budget up to that of the next plan.
     axes.plot(*zip(*best, strict=True), ".-", color="#7f7f7f", ms=3, lw=1, label="frontier", drawstyle="steps-post")
     _marks(axes, story)
     plan = story.plan
     label = f"this plan: {format_size(plan.bill.peak_memory)}, {times_of(plan.time_factor)}"
-    axes.plot([plan.bill.peak_memory], [plan.time_factor], "o", color=_PLAN, ms=7, label=label, zorder=5)
+    axes.plot([plan.bill.peak_memory], [plan.time_factor], "o", color=_PLAN_COLOUR, ms=7, label=label, zorder=5)
     points = [*best, (plan.bill.peak_memory, plan.time_factor)]
     points += [(mark.peak, mark.time_factor) for mark in (*story.peers, *story.measured)]
     _size_axis(axes, story.least, [peak for peak, _ in points])
@@ -147,8 +142,9 @@ def memory_axes(axes: Axes, story: Story) -> None:
     plan, timeline = story.plan, story.view.timeline
     scale = _span(plan) / timeline.seconds
     times = [second * scale for moment in timeline.memory for second in (moment.start, moment.stop)]
-    parts = np.repeat(np.array([layers_of(plan, moment) for moment in timeline.memory], dtype=float).T, 2, axis=1)
-    held = [(ink, part) for ink, part in zip(layers(plan), parts, strict=True) if part.any()]
+    bytes_ = np.array([story.kind.parts_of(moment) for moment in timeline.memory], dtype=float)
+    parts = np.repeat(bytes_.T, 2, axis=1)  # at the beginning and at the end of each moment
+    held = [(ink, part) for ink, part in zip(memory_inks(story.kind), parts, strict=True) if part.any()]
     if held:
         inks = [ink for ink, _ in held]
         axes.stackplot(
@@ -168,9 +164,8 @@ def memory_axes(axes: Axes, story: Story) -> None:
         top = max(top, *curve)
     budget = budget_of(plan)
     if budget is not None:
-        axes.axhline(budget, color=_PLAN, ls="--", lw=1, label=f"{story.kind.limit_label} {format_size(budget)}")
-        # A budget far above the peak would press the picture flat; its number is in the legend.
-        top = max(top, budget) if budget < 2 * top else top
+        axes.axhline(budget, color=_PLAN_COLOUR, ls="--", lw=1, label=f"{story.kind.limit_label} {format_size(budget)}")
+        top = max(top, budget) if budget < _NEAR_LIMIT * top else top
     bottom = _held_anyway(axes, plan, top)
     _mark_peak(axes, story, scale)
     axes.set_xlim(0, _span(plan))
@@ -191,7 +186,7 @@ def _best(story: Story) -> list[tuple[int, float]]:
 
 
 def _size_axis(axes: Axes, least: int, peaks: list[int]) -> None:
-    """Powers of two along x, at most six of them named."""
+    """Powers of two along x, at most six of them labelled."""
     low, high = max(min(least, *peaks), 1) / 1.5, max(peaks) * 1.25
     axes.set_xscale("log", base=2)
     axes.set_xlim(low, high)
@@ -204,16 +199,16 @@ def _size_axis(axes: Axes, least: int, peaks: list[int]) -> None:
 
 
 def _factor_axis(axes: Axes, factors: list[float], marked: list[float]) -> None:
-    """Multiples of the plain loop's time along y, by their logarithm where they are far apart.
+    """Multiples of the plain loop's time along y, on a logarithmic scale where they are far apart.
 
-    The least memory may take 100,000 times as long; there the curve leaves the panel, and what is marked stays in it.
+    The least memory may take 100,000 times as long: there the curve leaves the panel, but all marks stay inside.
     """
     axes.margins(y=0.08)
     low, high = min(factors), max(factors)
-    if 0 < 4 * low < high:
+    if 0 < _LEAST_LOG_SPAN * low < high:
         axes.set_yscale("log")
-        if high > _FAR * low:
-            high = max(_FAR * low, 1.3 * max(marked))
+        if high > _MOST_TIME_SPAN * low:
+            high = max(_MOST_TIME_SPAN * low, 1.3 * max(marked))
             axes.set_ylim(low / 1.3, high)
         digits = (1, 2, 5) if high < 200 * low else (1,)
         ticks = [digit * 10**power for power in range(9) for digit in digits if low <= digit * 10**power <= high]
@@ -222,8 +217,8 @@ def _factor_axis(axes: Axes, factors: list[float], marked: list[float]) -> None:
 
 def _marks(axes: Axes, story: Story) -> None:
     """The points of the usual tools (hollow) and of measurements (filled, in green); those without a name are dots."""
-    marks = [(mark, mark.name, _PEER, "none") for mark in story.peers]
-    marks += [(mark, _measured_name(mark), _MEASURED, _MEASURED) for mark in story.measured]
+    marks = [(mark, mark.name, _PEER_COLOUR, "none") for mark in story.peers]
+    marks += [(mark, _measured_name(mark), _MEASURED_COLOUR, _MEASURED_COLOUR) for mark in story.measured]
     for place, (mark, name, colour, fill) in enumerate(marks):
         named = place < _MOST_MARKS
         axes.plot(
@@ -239,11 +234,11 @@ def _marks(axes: Axes, story: Story) -> None:
             label=_safe(name, 60) if named else None,
         )
     if len(marks) > _MOST_MARKS:
-        axes.plot([], [], ".", color=_MEASURED, ms=6, label=f"and {len(marks) - _MOST_MARKS:,} more")
+        axes.plot([], [], ".", color=_MEASURED_COLOUR, ms=6, label=f"and {len(marks) - _MOST_MARKS:,} more")
 
 
 def _measured_name(mark: Mark) -> str:
-    """Its name in the legend, which says where its height is not its own."""
+    """Its name in the legend, which says where bytes alone were measured."""
     return measured_name(mark) + ("" if mark.is_timed else ": bytes alone")
 
 
@@ -252,7 +247,7 @@ def _draw_runs(axes: Axes, story: Story, span: float) -> None:
 
     timeline = story.view.timeline
     scale = span / timeline.seconds
-    for kind, ink in KINDS.items():
+    for kind, ink in RUN_INKS.items():
         boxes = [
             [(x, run.step), (x, run.step + 1), (end, run.step + 1), (end, run.step)]
             for run in timeline.runs or ()
@@ -263,7 +258,7 @@ def _draw_runs(axes: Axes, story: Story, span: float) -> None:
             axes.add_collection(
                 PolyCollection(boxes, facecolor=ink.colour, edgecolor=ink.colour, lw=0.7, label=ink.name)
             )
-    for tier, ink in TIERS.items():
+    for tier, ink in TIER_INKS.items():
         lives = [
             [(life.start * scale, life.step), (life.stop * scale, life.step)]
             for life in timeline.stored or ()
@@ -279,14 +274,14 @@ def _draw_raster(axes: Axes, story: Story, raster: Raster, span: float) -> None:
     length = story.plan.chain.length
     picture = cells(story.view.timeline, length, raster.columns, raster.rows)
     axes.imshow(picture.image(), extent=(0, span, 0, length), aspect="auto", interpolation="nearest")
-    inks = [ink for kind, ink in KINDS.items() if picture.share[kind].any()]
-    inks += [TIERS[tier] for tier, part in ((Tier.MEMORY, picture.memory), (Tier.DISK, picture.disk)) if part.any()]
+    inks = [ink for kind, ink in RUN_INKS.items() if picture.share[kind].any()]
+    inks += [TIER_INKS[tier] for tier, part in ((Tier.MEMORY, picture.memory), (Tier.DISK, picture.disk)) if part.any()]
     for ink in inks:
         axes.add_patch(Rectangle((0, 0), 0, 0, color=ink.colour, label=ink.name, lw=0))  # for the legend
 
 
 def _mark_peak(axes: Axes, story: Story, scale: float) -> None:
-    """A mark at the peak; what it is made of stands in the legend, where nothing covers it."""
+    """A mark at the peak; its cause is in the legend, where nothing covers it."""
     from matplotlib.markers import CARETDOWN  # its tip is at the point
 
     worst = story.view.timeline.worst
@@ -296,7 +291,7 @@ def _mark_peak(axes: Axes, story: Story, scale: float) -> None:
 
 
 def _held_anyway(axes: Axes, plan: Plan, top: int) -> float:
-    """Parameters and gradients below 0, where no budget counts them; cut off where they would press the rest flat."""
+    """Parameters and gradients below 0, because no budget counts them; cut off where they would flatten the rest."""
     depth = 0
     for ink, size in zip((PARAMETERS, GRADIENTS), kind_of(plan).besides, strict=True):
         if size:
@@ -345,16 +340,16 @@ def _legend(axes: Axes) -> None:
 
 
 def _make_room(made: Figure, grid: GridSpec, frontier: Axes) -> None:
-    """A higher figure where the marks have a longer legend than the first panel is high."""
+    """Make the figure taller where the first panel's legend is longer than the panel."""
     legend = frontier.get_legend()
     assert legend is not None  # it has just been drawn
     lines = sum(1 + text.get_text().count("\n") for text in legend.get_texts())
-    more = _LINE * max(0, lines - _PANEL_LINES)
+    more = _LEGEND_LINE * max(0, lines - _LEGEND_LINES)
     usual = made.get_figheight()
-    first, *others = _RATIOS
+    first, *others = _PANEL_HEIGHTS
     made.set_figheight(usual + more)
     # The other panels stay as high as they were.
-    grid.set_height_ratios([first + more / usual * sum(_RATIOS), *others])
+    grid.set_height_ratios([first + more / usual * sum(_PANEL_HEIGHTS), *others])
 
 
 def _safe(name: str, most: int) -> str:

@@ -1,34 +1,96 @@
-"""What differs in a report between the plan of a loop or layers and that of a whole model.
+"""What differs in a report between the plan of a loop or of layers and the plan of a whole model.
 
 A budget is what a call takes beyond what the plain call holds too; a model's peak is everything that a training step
-holds. So words, shares and measured bytes differ, and each kind of plan has its own. `kind_of` tells which it is, here
-and nowhere else.
+holds. So words, sections, parts of memory, other choices and the code to paste differ. Each kind of plan has all of
+them as attributes and methods. `kind_of` decides which kind a plan is, here and nowhere else: whatever shows a plan
+asks its kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import ClassVar, NamedTuple
 
-from lowtide.chain import Chain, Role
+from lowtide.chain import Chain, Disk, Role
+from lowtide.checks import whole_number
 from lowtide.plan import Plan, Receipt
 from lowtide.planners.block_text import (
+    SECONDS,
     BlockRow,
     fixed_parts,
     format_time,
+    kinds,
     levels,
     plain_of,
     rows,
     title,
     where,
 )
-from lowtide.planners.blocks import Blocks
+from lowtide.planners.blocks import Blocks, for_peak, least_peak, to_ask
+from lowtide.planners.choose import least_budget
+from lowtide.planners.frontier import frontier
+from lowtide.report.moments import Activity, MemoryPart, Moment
+from lowtide.report.snippets import (
+    Snippet,
+    as_argument,
+    layer_snippets,
+    loop_snippets,
+    model_file_snippet,
+    model_snippets,
+)
+from lowtide.report.usual_tools import Mark, block_peers, peers
+from lowtide.report.wording import figure_of, share_of, size_at_least
 from lowtide.sizes import format_size
+
+Progress = Callable[[int, int], object]  # told how many plans are done, and of how many
+
+
+class Section(Enum):
+    """A section of a report that has little room, such as a terminal's."""
+
+    FRONTIER = auto()
+    SCHEDULE = auto()
+    MEMORY = auto()
+    STEPS = auto()  # a table of layers, or of ranges of steps
+    BLOCKS = auto()  # a table of a model's blocks
+    CODE = auto()
+
+
+class Alternative(NamedTuple):
+    """Another choice than the plan's: a point on the frontier, and its plan if one was made for it."""
+
+    mark: Mark
+    plan: Plan | None
 
 
 @dataclass(frozen=True, slots=True)
-class ChainKind:
-    """The plan of a loop or of layers: a chain of steps within a budget."""
+class PlanKind(ABC):
+    """A plan, and what a report has to know of its kind.
+
+    Attributes:
+        sections: what a report with little room shows, in this order.
+        limit_name: what the user limits: the "budget", or the "peak".
+        limit_label: what the line of that limit is called in pictures.
+        memory_parts: what memory over time is stacked of, the lowest first.
+        frontier_titles: columns of the frontier in a report; the fourth is what `effort` returns.
+        summary_titles: columns of a row that `summary` returns.
+        not_in_curve: what the limit counts and a receipt's bytes over time do not, as the end of a phrase.
+        measured_above: why a measured peak may be above the limit though less was predicted.
+        counts_runs: whether a receipt counts the runs of its steps, so that they say how long a run took.
+    """
+
+    sections: ClassVar[tuple[Section, ...]]
+    limit_name: ClassVar[str]
+    limit_label: ClassVar[str]
+    memory_parts: ClassVar[tuple[MemoryPart, ...]]
+    frontier_titles: ClassVar[tuple[str, ...]]
+    summary_titles: ClassVar[tuple[str, ...]]
+    not_in_curve: ClassVar[str]
+    measured_above: ClassVar[str]
+    counts_runs: ClassVar[bool]
 
     plan: Plan
 
@@ -37,68 +99,185 @@ class ChainKind:
         """What was planned."""
         return self.plan.chain
 
-    @property
-    def model(self) -> Blocks | None:
-        """A whole model's schedule, if it is one."""
-        return None
+    # Words
 
     @property
-    def limit_name(self) -> str:
-        """What the plan has to keep."""
-        return "budget"
+    @abstractmethod
+    def title(self) -> str:
+        """What was planned, in a few words."""
 
     @property
-    def limit_label(self) -> str:
-        """What the line of its limit is called in pictures."""
-        return "budget"
+    @abstractmethod
+    def plain_name(self) -> str:
+        """Whose time the plan's own is a multiple of."""
 
+    @property
+    def frontier_heading(self) -> str:
+        """The heading above the frontier."""
+        return f"What each {self.limit_name} buys"
+
+    @abstractmethod
     def limit_told(self, size: int) -> str:
         """The limit, in a sentence."""
-        return f"a budget of {format_size(size)}"
+
+    @abstractmethod
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """The plan as (label, text) pairs."""
+
+    @property
+    def unit(self) -> str:
+        """What the chain's times are in."""
+        return SECONDS
+
+    def time(self, time: float) -> str:
+        """A time of the chain, with its unit."""
+        return format_time(time, self.unit)
+
+    # Memory
+
+    @property
+    @abstractmethod
+    def whole(self) -> int:
+        """Bytes without a plan, which the plan's are a share of."""
+
+    @property
+    @abstractmethod
+    def besides(self) -> tuple[int, int]:
+        """Bytes of parameters and of gradients that the limit does not count."""
+
+    @property
+    @abstractmethod
+    def held_before(self) -> int:
+        """Bytes that the limit counts and that are held before the run begins."""
+
+    @abstractmethod
+    def parts_of(self, moment: Moment) -> tuple[int, ...]:
+        """Bytes of a moment in the order of `memory_parts`."""
+
+    @abstractmethod
+    def told(self, activity: Activity, start: int, stop: int) -> str:
+        """What is being done with the steps [start, stop), in words."""
+
+    # A run beside its plan
+
+    @abstractmethod
+    def measured_peak(self, receipt: Receipt) -> int:
+        """Bytes at a run's worst moment, counted as the limit counts them."""
+
+    @abstractmethod
+    def measuring(self, receipt: Receipt, measured: int) -> str:
+        """How that measured peak is to be read."""
+
+    # Other choices
+
+    @abstractmethod
+    def least(self) -> int:
+        """The smallest limit that can be kept."""
+
+    @abstractmethod
+    def usual_tools(self) -> tuple[Mark, ...]:
+        """The plain run, and what people do without a planner."""
+
+    @abstractmethod
+    def alternatives(self, points: int, also: Collection[int], progress: Progress) -> Iterator[Alternative]:
+        """Other choices, for about `points` limits and for those in `also`; none if `points` is 0."""
+
+    @abstractmethod
+    def plans(self, points: int, disk: Disk | None = None) -> Iterator[Plan]:
+        """Plans for at most `points` limits (at least 2), the smallest first, from the least that works on."""
+
+    @property
+    def mark(self) -> Mark:
+        """The plan as a point on the frontier."""
+        return Mark(str(self.plan.knob), self.plan.bill.peak_memory, self.plan.time_factor)
+
+    @abstractmethod
+    def effort(self, time_factor: float, runs: float | None) -> str:
+        """What a choice costs besides its `time_factor`; `runs` are those of each step, where they are known."""
+
+    @abstractmethod
+    def summary(self) -> tuple[str, ...]:
+        """The plan as a row of a table with `summary_titles`."""
+
+    # The table of blocks, and the code to paste
+
+    def block_rows(self) -> Sequence[BlockRow]:
+        """What the plan does with each block of a model; nothing where there are none."""
+        return ()
+
+    @abstractmethod
+    def snippets(self) -> tuple[Snippet, ...]:
+        """The code to paste: one snippet for each front end, the likely one first, and one that reads a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainKind(PlanKind):
+    """The plan of a loop or of layers: a chain of steps within a budget."""
+
+    sections = (Section.FRONTIER, Section.SCHEDULE, Section.MEMORY, Section.STEPS, Section.CODE)
+    limit_name = "budget"
+    limit_label = "budget"
+    memory_parts = (MemoryPart.SNAPSHOTS, MemoryPart.TAPE, MemoryPart.COTANGENT, MemoryPart.WORKING)
+    frontier_titles = ("knob", "peak", "of plain", "runs/step", "time")
+    summary_titles = ("budget", "peak", "of plain", "snapshots", "runs/step", "time")
+    not_in_curve = ""
+    measured_above = (
+        "That is above the budget though less was predicted: a recording counts every tensor that is made inside "
+        "it, a loss's and other code's too. Record the checkpointed call and its backward alone to compare."
+    )
+    counts_runs = True
+
+    @property
+    def title(self) -> str:
+        """What was planned, in a few words."""
+        return str(self.chain)
 
     @property
     def plain_name(self) -> str:
         """Whose time the plan's own is a multiple of."""
         return "plain loop's"
 
-    @property
-    def title(self) -> str:
-        """What the plan is for, in a few words."""
-        return str(self.chain)
-
-    @property
-    def whole(self) -> int:
-        """What the plan's bytes are a share of."""
-        return self.chain.plain_tape
+    def limit_told(self, size: int) -> str:
+        """The limit, in a sentence."""
+        return f"a budget of {format_size(size)}"
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """The plan's own lines, and what is held besides."""
         yield from self.plan.lines()
-        chain = self.chain
-        if chain.parameters or chain.gradients:
-            held = f"parameters {format_size(chain.parameters)}, gradients {format_size(chain.gradients)}"
+        parameters, gradients = self.besides
+        if parameters or gradients:
+            held = f"parameters {format_size(parameters)}, gradients {format_size(gradients)}"
             yield "besides", f"{held}: held with or without a plan, in no budget"
 
     @property
-    def besides(self) -> tuple[int, int]:
-        """Bytes of parameters and gradients that the limit does not count."""
-        return self.chain.parameters, self.chain.gradients
+    def whole(self) -> int:
+        """Bytes of all tapes."""
+        return self.chain.plain_tape
 
-    def told(self, verb: str, start: int, stop: int) -> str:
-        """What runs at some moment, in words."""
-        if verb == "storing":
-            return f"storing state {start:,}"
-        if stop - start == 1:
-            return f"{verb} {self.chain.name(start)}"
-        return f"{verb} steps [{start:,}, {stop:,})"
+    @property
+    def besides(self) -> tuple[int, int]:
+        """Bytes of parameters and of gradients: no budget counts them."""
+        return self.chain.parameters, self.chain.gradients
 
     @property
     def held_before(self) -> int:
-        """Bytes that the limit counts and that are there before the run."""
+        """None: a budget counts what the call makes."""
         return 0
 
+    def parts_of(self, moment: Moment) -> tuple[int, ...]:
+        """Bytes of a moment in the order of `memory_parts`."""
+        return moment.parts
+
+    def told(self, activity: Activity, start: int, stop: int) -> str:
+        """What is being done with the steps [start, stop), in words."""
+        if activity is Activity.STORING:
+            return f"{activity} state {start:,}"
+        if stop - start == 1:
+            return f"{activity} {self.chain.name(start)}"
+        return f"{activity} steps [{start:,}, {stop:,})"
+
     def measured_peak(self, receipt: Receipt) -> int:
-        """Bytes at a run's worst moment, counted as the limit counts them: without what the plain run holds too."""
+        """Bytes at a run's worst moment, without what the plain run holds too."""
         return max(0, receipt.peak_memory - receipt.held)
 
     def measuring(self, receipt: Receipt, measured: int) -> str:
@@ -108,49 +287,76 @@ class ChainKind:
             told += f", {format_size(receipt.held)} of it results and gradients, which no budget counts"
         return f"{told}."
 
-    @property
-    def measured_above(self) -> str:
-        """Why a measured peak may be above the limit though less was predicted."""
+    def least(self) -> int:
+        """The smallest budget that works."""
+        return least_budget(self.chain, self.plan.schedule.disk, rooms=self.plan.rooms)
+
+    def usual_tools(self) -> tuple[Mark, ...]:
+        """The plain run, and what people do without a planner."""
+        return peers(self.chain)
+
+    def alternatives(self, points: int, also: Collection[int], progress: Progress) -> Iterator[Alternative]:
+        """The same chain planned for other budgets, which takes a while."""
+        plan, total = self.plan, points + len(also) + 1
+        others = frontier(plan.chain, max(points, 2), plan.schedule.disk, rooms=plan.rooms, also=also) if points else ()
+        for done, other in enumerate(others, start=1):
+            progress(done, total)
+            if other.knob != plan.knob:
+                yield Alternative(ChainKind(other).mark, other)
+        progress(total, total)
+
+    def plans(self, points: int, disk: Disk | None = None) -> Iterator[Plan]:
+        """Plans for at most `points` budgets, with the plan's own disk if no other is given."""
+        used = self.plan.schedule.disk if disk is None else disk
+        return frontier(self.chain, points, used, rooms=self.plan.rooms)
+
+    def effort(self, time_factor: float, runs: float | None) -> str:
+        """Forward runs of a step."""
+        return "" if runs is None else figure_of(runs)
+
+    def summary(self) -> tuple[str, ...]:
+        """The plan as a row of a table with `summary_titles`."""
+        plan, bill = self.plan, self.plan.bill
         return (
-            "That is above the budget though less was predicted: a recording counts every tensor that is made inside "
-            "it, a loss's and other code's too. Record the checkpointed call and its backward alone to compare."
+            format_size(plan.knob.value or 0),
+            format_size(bill.peak_memory),
+            f"{bill.peak_memory / self.whole:.2%}",
+            f"{bill.peak_snapshots:,}",
+            f"{plan.runs_per_step:.4g}",
+            f"{plan.time_factor:.3f}x",
         )
 
-    @property
-    def not_in_curve(self) -> str:
-        """What the limit counts and the measured bytes over time do not."""
-        return ""
+    def snippets(self) -> tuple[Snippet, ...]:
+        """Layers if the steps are unequal, else a loop; what has rooms is a compiled program, and so JAX's."""
+        knob = self.plan.knob
+        return loop_snippets(knob, jax_first=self.plan.rooms) if self.chain.is_equal else layer_snippets(knob)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelKind(ChainKind):
+class ModelKind(PlanKind):
     """The plan of a whole model: its blocks, in a training step within a peak."""
 
+    # No schedule: all of a model's blocks run forward, then all of them backward.
+    sections = (Section.FRONTIER, Section.MEMORY, Section.BLOCKS, Section.CODE)
+    limit_name = "peak"
+    limit_label = "asked for"
+    memory_parts = (
+        MemoryPart.PARAMETERS,
+        MemoryPart.OPTIMIZER,
+        MemoryPart.INPUTS,
+        MemoryPart.TAPES,
+        MemoryPart.REST,
+    )
+    frontier_titles = ("ask for", "peak", "of kept", "extra", "time")
+    summary_titles = ("ask for", "peak", "of all kept", "extra", "time", "blocks")
+    not_in_curve = " without results and gradients"
+    measured_above = (
+        "That is above the peak asked for though less was predicted: a recording counts every tensor that is made "
+        "inside it. Record one training step alone, with the inputs it was planned for, to compare."
+    )
+    counts_runs = False
+
     schedule: Blocks
-
-    @property
-    def model(self) -> Blocks:
-        """The schedule of its blocks."""
-        return self.schedule
-
-    @property
-    def limit_name(self) -> str:
-        """What the plan has to keep."""
-        return "peak"
-
-    @property
-    def limit_label(self) -> str:
-        """What the line of its limit is called in pictures."""
-        return "asked for"
-
-    def limit_told(self, size: int) -> str:
-        """The limit, in a sentence."""
-        return f"{format_size(size)} asked for"
-
-    @property
-    def plain_name(self) -> str:
-        """Whose time the plan's own is a multiple of."""
-        return plain_of(self.chain)
 
     @property
     def title(self) -> str:
@@ -158,72 +364,140 @@ class ModelKind(ChainKind):
         return title(self.chain)
 
     @property
-    def whole(self) -> int:
-        """What the plan's bytes are a share of: the peak with all blocks kept."""
-        return max(levels(self.chain, (0,) * len(self.chain)))
+    def plain_name(self) -> str:
+        """Whose time the plan's own is a multiple of."""
+        return plain_of(self.chain)
 
-    def time(self, time: float) -> str:
-        """A time in the unit that the plan's times are in."""
-        return format_time(time, self.schedule.unit)
+    @property
+    def frontier_heading(self) -> str:
+        """The heading above the frontier, which also says what its times are relative to."""
+        return f"What each {self.limit_name} buys; time over the {self.plain_name}"
+
+    def limit_told(self, size: int) -> str:
+        """The limit, in a sentence."""
+        return f"{format_size(size)} asked for"
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """The plan's own lines."""
         return self.plan.lines()
 
     @property
+    def unit(self) -> str:
+        """What the chain's times are in: seconds, or what was counted instead."""
+        return self.schedule.unit
+
+    @property
+    def whole(self) -> int:
+        """The peak with all blocks kept."""
+        return max(levels(self.chain, (0,) * len(self.chain)))
+
+    @property
     def besides(self) -> tuple[int, int]:
         """None: the peak counts everything."""
         return 0, 0
 
-    def block_rows(self) -> list[BlockRow]:
-        """What the plan does with each block."""
-        return rows(self.chain, self.schedule)
-
-    def told(self, verb: str, start: int, stop: int) -> str:
-        """A moment of a training step, in words. Of equal blocks that are played together, the first is told."""
-        if self.chain.role(start) is not Role.BLOCK:
-            return where(self.chain, start)
-        return f"in the {'forward' if verb == 'taping' else 'backward'} of {self.chain.name(start)}"
-
     @property
     def fixed(self) -> tuple[tuple[str, int], ...]:
-        """What is held from the beginning to the end of a step, and how many bytes of it."""
+        """What is held from the beginning of a step to its end, each part with its bytes."""
         return fixed_parts(self.chain, self.schedule)
 
     @property
     def held_before(self) -> int:
-        """Bytes that the peak counts and that are there before the step."""
+        """Bytes of all that is held from the beginning of a step to its end."""
         return sum(size for _, size in self.fixed)
 
+    def parts_of(self, moment: Moment) -> tuple[int, ...]:
+        """Bytes of a moment in the order of `memory_parts`."""
+        chain, blocks = self.chain, set(self.chain.blocks())
+        # Steps outside of blocks have a tape of a byte or so, because every step has one; it is not shown as tape.
+        tapes = max(0, moment.tape - sum(chain[k].tape for k in range(len(chain)) if k not in blocks))
+        # What is held all along is held while a step is taped too, though the step's costs need not say so.
+        left = max(moment.total - tapes, min(self.held_before, self.plan.bill.peak_memory - tapes))
+        found = []
+        for _, size in self.fixed:
+            found.append(min(size, left))
+            left -= found[-1]
+        return *found, tapes, left
+
+    def told(self, activity: Activity, start: int, stop: int) -> str:
+        """A moment of a training step, in words. Of equal blocks that are played together, the first is named."""
+        if self.chain.role(start) is not Role.BLOCK:
+            return where(self.chain, start)
+        return f"in the {'forward' if activity is Activity.TAPING else 'backward'} of {self.chain.name(start)}"
+
     def measured_peak(self, receipt: Receipt) -> int:
-        """Bytes at a step's worst moment: a recording counts all but what was there before it."""
+        """Bytes at a step's worst moment: a recording counts all but what was held before it."""
         return self.held_before + receipt.peak_memory
 
     def measuring(self, receipt: Receipt, measured: int) -> str:
         """How the measured peak is to be read."""
         share, made = measured / self.plan.bill.peak_memory - 1, format_size(receipt.peak_memory)
         against = f"{abs(share):.1%} {'more' if share > 0 else 'less'} than predicted"
-        if abs(share) < 0.0005:
+        if abs(share) < 0.0005:  # what is written as 0.0%
             against = "as predicted"
         return (
             f"Measured: {format_size(measured)} at the worst moment, {against}; {made} of it made in the step, beside "
             f"{format_size(self.held_before)} of parameters, optimizer state, inputs and buffers."
         )
 
-    @property
-    def measured_above(self) -> str:
-        """Why a measured peak may be above the limit though less was predicted."""
+    def least(self) -> int:
+        """The smallest peak of any choice."""
+        return least_peak(self.chain)
+
+    def usual_tools(self) -> tuple[Mark, ...]:
+        """All blocks kept, and every block run again."""
+        return block_peers(self.chain)
+
+    def alternatives(self, points: int, also: Collection[int], progress: Progress) -> Iterator[Alternative]:
+        """All choices of the frontier, however many; the plan has them already, so there is no progress to tell of."""
+        plain = self.chain.plain_seconds
+        for point in self.plan.frontier if points else ():
+            if point.options != self.schedule.options:
+                name = f"{self.limit_name}={size_at_least(to_ask(self.plan, point.peak))}"
+                factor = (plain + point.extra) / plain if plain else 1.0
+                yield Alternative(Mark(name, point.peak, factor), None)
+
+    def plans(self, points: int, disk: Disk | None = None) -> Iterator[Plan]:
+        """Plans for at most `points` peaks, spread over all choices of the frontier; a model's tapes stay in memory."""
+        whole_number(points, "points", least=2)
+        last = len(self.plan.frontier) - 1
+        places = sorted({round(k * last / (points - 1)) for k in range(points)}, reverse=True)
+        return (for_peak(self.plan, to_ask(self.plan, self.plan.frontier[place].peak)) for place in places)
+
+    def effort(self, time_factor: float, runs: float | None) -> str:
+        """Time beyond that of keeping all blocks."""
+        return self.time(self.chain.plain_seconds * (time_factor - 1))
+
+    def summary(self) -> tuple[str, ...]:
+        """The plan as a row of a table with `summary_titles`."""
+        plan, peak = self.plan, self.plan.bill.peak_memory
         return (
-            "That is above the peak asked for though less was predicted: a recording counts every tensor that is made "
-            "inside it. Record one training step alone, with the inputs it was planned for, to compare."
+            size_at_least(plan.knob.value or 0),
+            format_size(peak),
+            share_of(peak, self.whole),
+            self.time(plan.bill.seconds - self.chain.plain_seconds),
+            f"{plan.time_factor:.3f}x",
+            kinds(row.kind for row in self.block_rows()),
         )
 
+    def block_rows(self) -> Sequence[BlockRow]:
+        """What the plan does with each block."""
+        return rows(self.chain, self.schedule)
+
     @property
-    def not_in_curve(self) -> str:
-        """What the peak counts and the measured bytes over time do not: a receipt leaves gradients out."""
-        return " without results and gradients"
+    def is_likely_jax(self) -> bool:
+        """Whether JAX's front end made the plan: it counts operations, where torch's measures seconds."""
+        return not self.schedule.is_timed
+
+    def snippets(self) -> tuple[Snippet, ...]:
+        """The code to paste, with the plan's own peak, and one snippet that reads a file."""
+        return *self.snippets_with(as_argument(self.plan.knob)), model_file_snippet(is_jax=self.is_likely_jax)
+
+    def snippets_with(self, peak: str) -> tuple[Snippet, Snippet]:
+        """The code to paste, with this code as the argument for the peak."""
+        return model_snippets(peak, has_optimizer=bool(self.schedule.optimizer), jax_first=self.is_likely_jax)
 
 
-def kind_of(plan: Plan) -> ChainKind:
+def kind_of(plan: Plan) -> PlanKind:
     """What kind of plan it is."""
     return ModelKind(plan, plan.schedule) if isinstance(plan.schedule, Blocks) else ChainKind(plan)

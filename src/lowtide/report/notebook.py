@@ -1,7 +1,7 @@
 """What a notebook shows of a plan or a receipt: static HTML with pictures inside, and no script.
 
 Text has the notebook's own colour and nothing has a background, so it reads in light and dark themes alike. Nothing has
-an id: any number of them may stand in one notebook. Plans that take long to play are told in words alone.
+an id: any number of them may stand in one notebook. A plan that would take long to play has no pictures.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import numpy as np
 
 from lowtide.actions import Tier
 from lowtide.plan import Plan, Receipt
-from lowtide.report.drawing import KINDS, TIERS, Cells, Ink, cells, layers, layers_of, size_ticks
-from lowtide.report.kinds import ModelKind, kind_of
-from lowtide.report.timeline import Kind, Run, Timeline, played
+from lowtide.report.drawing import RUN_INKS, TIER_INKS, Cells, Ink, cells, memory_inks, size_ticks
+from lowtide.report.kinds import PlanKind, Section, kind_of
+from lowtide.report.timeline import Run, RunKind, Timeline, played
 from lowtide.report.wording import budget_of, clean, cut
 from lowtide.sizes import format_size
 
+# A plan of more steps or more forward runs is not played here: a notebook shows a plan whenever a cell returns it.
 MOST_STEPS = 200_000
 MOST_RUNS = 300_000
-_MOST_ROWS = 100  # of a model's blocks
-_MOST_BOXES = 800  # drawn one by one; more are an image
-_LEFT, _WIDE, _HIGH, _BELOW = 78, 560, 150, 20  # pixels of a picture: margin, area, and room for its time axis
+_MOST_ROWS = 100  # of the table of blocks
+_MOST_BOXES = 800  # runs that are drawn one by one; more are an image
+_NEAR_LIMIT = 2  # times the peak; a limit further above would flatten the picture, and is left out
+# Pixels of a picture: the margin on the left, the area, and the room for the time axis.
+_LEFT, _WIDE, _HIGH, _BELOW = 78, 560, 150, 20
 _STYLE = """<style>
 .lowtide-print{max-width:46rem;font-size:.9em;line-height:1.45;color:inherit;background:transparent}
 .lowtide-print table{border-collapse:collapse;border:0;margin:.3em 0;background:transparent;color:inherit}
@@ -51,7 +54,7 @@ _STYLE = """<style>
 
 
 def plan_html(plan: Plan) -> str:
-    """The plan's verdict, schedule and memory over time, as one `<div>`."""
+    """The plan's lines, its blocks or schedule, and memory over time, as one `<div>`."""
     return _div(_plan_parts(plan))
 
 
@@ -65,19 +68,19 @@ def _plan_parts(plan: Plan) -> Iterator[str]:
     runs = plan.bill.plain_runs + plan.bill.taping_runs
     kind = kind_of(plan)
     yield _table(kind.lines())
-    if isinstance(kind, ModelKind):
+    if Section.BLOCKS in kind.sections:
         yield _blocks(kind)
     if plan.chain.length > MOST_STEPS or runs > MOST_RUNS:
         yield _note(f"{runs:,} runs take a while to play, so there is no picture here; the page has them:", whole)
         return
     timeline = played(plan)
-    if kind.model is None:  # a model's blocks all run forward, then all backward
+    if Section.SCHEDULE in kind.sections:
         yield from _schedule(plan, timeline)
-    yield from _memory(plan, timeline)
+    yield from _memory(kind, timeline)
     yield _note(f"Every {kind.limit_name}, every tool and the code to paste:", whole)
 
 
-def _blocks(kind: ModelKind) -> str:
+def _blocks(kind: PlanKind) -> str:
     """The table of a model's blocks."""
     rows = kind.block_rows()
     titles = "".join(f"<th>{title}</th>" for title in ("block", "tape", "time", "decision", "why"))
@@ -112,8 +115,8 @@ def _schedule(plan: Plan, timeline: Timeline) -> Iterator[str]:
         for name, y in zip(label, (11, _HIGH), strict=True)
     )
     yield _svg(drawn + ends + _axes("predicted time"), "Schedule: steps upwards, time to the right")
-    inks = [KINDS[kind] for kind in Kind if picture.share[kind].any()]
-    inks += [TIERS[tier] for tier, part in ((Tier.MEMORY, picture.memory), (Tier.DISK, picture.disk)) if part.any()]
+    inks = [RUN_INKS[kind] for kind in RunKind if picture.share[kind].any()]
+    inks += [TIER_INKS[tier] for tier, part in ((Tier.MEMORY, picture.memory), (Tier.DISK, picture.disk)) if part.any()]
     yield _key(inks)
 
 
@@ -126,12 +129,12 @@ def _boxes(timeline: Timeline, runs: tuple[Run, ...], length: int) -> str:
         return f"M{_LEFT + start * across:.2f} {_HIGH - step * up - y:.2f}h{wide:.2f}v{high:.2f}h{-wide:.2f}z"
 
     drawn = []
-    for tier, ink in TIERS.items():
+    for tier, ink in TIER_INKS.items():
         lives = "".join(
             box(life.step, life.start, life.stop, 0.5, 1) for life in timeline.stored or () if life.tier is tier
         )
         drawn.append(f'<path fill="{ink.colour}" d="{lives}"/>' if lives else "")
-    for kind, ink in KINDS.items():
+    for kind, ink in RUN_INKS.items():
         path = "".join(box(run.step, run.start, run.stop, up, max(up, 1)) for run in runs if run.kind == kind)
         # The outline keeps runs visible that are thinner than a pixel.
         drawn.append(f'<path fill="{ink.colour}" stroke="{ink.colour}" stroke-width=".6" d="{path}"/>' if path else "")
@@ -158,12 +161,12 @@ def _png(pixels: np.typing.NDArray[np.uint8]) -> str:
     return b64encode(b"\x89PNG\r\n\x1a\n" + parts).decode("ascii")
 
 
-def _memory(plan: Plan, timeline: Timeline) -> Iterator[str]:
+def _memory(kind: PlanKind, timeline: Timeline) -> Iterator[str]:
     """What memory holds, stacked, with the budget where it is near, and the peak with its cause."""
-    worst, budget, inks = timeline.worst, budget_of(plan), layers(plan)
-    top = max(worst.total, budget if budget is not None and budget < 2 * worst.total else 0)
+    worst, budget, inks = timeline.worst, budget_of(kind.plan), memory_inks(kind)
+    top = max(worst.total, budget if budget is not None and budget < _NEAR_LIMIT * worst.total else 0)
     across = _WIDE / timeline.seconds
-    edges = np.cumsum([(0, *layers_of(plan, moment)) for moment in timeline.memory], axis=1)
+    edges = np.cumsum([(0, *kind.parts_of(moment)) for moment in timeline.memory], axis=1)
     drawn = []
     for part, ink in enumerate(inks):
         if (edges[:, part] == edges[:, part + 1]).all():
@@ -179,14 +182,14 @@ def _memory(plan: Plan, timeline: Timeline) -> Iterator[str]:
     x, y = _LEFT + (worst.start + worst.stop) / 2 * across, _level(worst.total, top)
     drawn.append(f'<path fill="currentColor" d="M{x:.1f} {y:.1f}l-4 -7h8z"/>')
     yield _svg("".join(drawn) + _sizes(top) + _axes("predicted time"), "Memory over time, stacked")
-    held = zip(inks, layers_of(plan, worst), strict=True)
+    held = zip(inks, kind.parts_of(worst), strict=True)
     yield _key(Ink(f"{ink.name} {format_size(size)}", ink.colour) for ink, size in held if size)
-    limit = "" if budget is None else f" The dashed line is the {kind_of(plan).limit_name}, {format_size(budget)}."
+    limit = "" if budget is None else f" The dashed line is the {kind.limit_name}, {format_size(budget)}."
     yield f"<p class='note'>Peak {escape(format_size(worst.total))}: {escape(clean(worst.what))}.{escape(limit)}</p>"
 
 
 def _level(size: float, top: int) -> float:
-    """How far down a size is drawn."""
+    """The y coordinate of a size."""
     return float(_HIGH - size / top * (_HIGH - 8))  # room for the mark above the peak
 
 

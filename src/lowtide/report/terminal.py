@@ -7,7 +7,7 @@ more (`Glyphs`). Names are always text: markup in them is not applied, and contr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.actions import Tier
-from lowtide.report.content import Story, View
-from lowtide.report.drawing import KINDS, TIERS, Cells, Ink, cells, layers, layers_of
-from lowtide.report.kinds import ChainKind, ModelKind
-from lowtide.report.snippets import snippets
-from lowtide.report.timeline import Kind
+from lowtide.forms import FormKind
+from lowtide.report.content import Story
+from lowtide.report.decisions import Decision
+from lowtide.report.drawing import RUN_INKS, TIER_INKS, Cells, Ink, cells, memory_inks
+from lowtide.report.kinds import PlanKind, Section
+from lowtide.report.moments import MemoryPart
+from lowtide.report.timeline import RunKind
 from lowtide.report.usual_tools import Mark
 from lowtide.report.wording import budget_of, clean, figure_of, measured_name, share_of, times_of
 from lowtide.sizes import format_size
@@ -32,37 +34,41 @@ from lowtide.sizes import format_size
 class Glyphs:
     """One letter for each thing that is drawn."""
 
-    kinds: str  # in the order of Kind
-    parts: str  # in the order of PARTS
-    model_parts: str  # in the order of MODEL_PARTS
-    memory: str
+    runs: str  # in the order of RunKind
+    parts: dict[MemoryPart, str]
+    memory: str  # a snapshot stored there
     disk: str
     bar: str
     levels: str  # a sparkline's, lowest first
-    here: str
+    here: str  # marks the plan among others
     rule: str
-    more: str
+    more: str  # stands for what was cut off
     limit: str
 
 
-UNICODE = Glyphs("░▒▞▓█", "▒█·░", "▓▚▪█░", "─", "═", "━", "▁▂▃▄▅▆▇█", "▶", "─", "…", "╌")
-ASCII = Glyphs(".o/x#", "o#.:", "%&,#:", "-", "=", "=", "_.-=+*%#", ">", "-", "...", "~")
+def _of_parts(glyphs: str) -> dict[MemoryPart, str]:
+    """One glyph for each part of memory, in the order in which these are defined."""
+    return dict(zip(MemoryPart, glyphs, strict=True))
 
 
+UNICODE = Glyphs("░▒▞▓█", _of_parts("▒█·░▓▚▪█░"), "─", "═", "━", "▁▂▃▄▅▆▇█", "▶", "─", "…", "╌")
+ASCII = Glyphs(".o/x#", _of_parts("o#.:%&,#:"), "-", "=", "=", "_.-=+*%#", ">", "-", "...", "~")
+
+# In cells of the terminal.
 MARGIN = 11  # left of the pictures
 GAP = 2  # between columns
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
-    """So many cells wide, in some encoding."""
+class Layout:
+    """Lines, tables and labels that fit a terminal of `width` cells with this encoding."""
 
     width: int
     encoding: str
     glyphs: Glyphs
 
     def written(self, text: str) -> str:
-        """The text without control characters, as the encoding can write it; it keeps its indentation."""
+        """The text without control characters, as the encoding can write it, with its indentation."""
         indented = " " * (len(text) - len(text.lstrip(" "))) + clean(text)
         return indented.encode(self.encoding, "replace").decode(self.encoding)
 
@@ -129,24 +135,31 @@ class Sheet:
         yield line
 
 
-_MOST_ROWS = 40
-_MOST_BUDGETS = 12
-_HEIGHT = 12  # of the schedule, in lines
-_TALLEST = 24  # where each line is a layer
-_MEMORY_HEIGHT = 8
-_LIMIT = "#d7191c"
-_FULL = 4.0  # times the plain run's: a full bar
-_FRONTIER = ("  knob", "peak", "of plain", "runs/step", "time")
-_MODEL_FRONTIER = ("  ask for", "peak", "of kept", "extra", "time")
-_BLOCKS = ("block", "tape", "time")
-_ROWS = ("what", "state", "tape", "again", "stored", "extra", "decision")
-_LEAST_DECISION = 8
-_LEAST_WHY = 30  # cells; a reason cut shorter than that is none
+_MOST_ROWS = 40  # of a table
+_MOST_BUDGETS = 12  # of the frontier, besides the plan's own
+_SCHEDULE_LINES = 12  # the height of the schedule
+_MOST_SCHEDULE_LINES = 24  # its height where each line can be a layer
+_MEMORY_LINES = 8  # the height of memory over time
+_LIMIT_COLOUR = "#d7191c"
+_FULL_BAR = 4.0  # a bar is full at this multiple of the plain run's time
+_LEAST_BAR = 6  # cells; where there is less room, there are no bars
+_NEAR_LIMIT = 1.5  # times the peak; a limit further above would flatten the picture, and is left out
+_LEAST_DECISION = 8  # cells; decisions are cut to no less
+_LEAST_WHY = 30  # cells; where there is less room, there are no reasons
+_STEP_TITLES = ("what", "state", "tape", "again", "stored", "extra", "decision")
+_BLOCK_TITLES = ("block", "tape", "time")
+_HEADINGS = {
+    Section.SCHEDULE: "Schedule: which step runs when, and which snapshots are stored meanwhile",
+    Section.MEMORY: "Memory over time",
+    Section.STEPS: "What happens to each part of the chain",
+    Section.BLOCKS: "What happens to each block",
+    Section.CODE: "The code to paste",
+}
 
 
 def render(story: Story) -> RenderableType:
     """The whole report, for `console.print`; it is laid out for the width and encoding it is printed with."""
-    return _Print(story)
+    return _Report(story)
 
 
 def show(story: Story, console: Console | None = None) -> None:
@@ -155,14 +168,14 @@ def show(story: Story, console: Console | None = None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Print:
+class _Report:
     """The report, as rich asks for it."""
 
     story: Story
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         story, kind = self.story, self.story.kind
-        page = _Page(options.max_width, options.encoding, ASCII if options.ascii_only else UNICODE)
+        page = _Sections(options.max_width, options.encoding, ASCII if options.ascii_only else UNICODE)
         yield page.heading("Lowtide")
         yield page.wrapped(story.verdict, "bold green" if story.fits else "bold red")
         if story.measuring:
@@ -170,36 +183,32 @@ class _Print:
         yield page.pairs(kind.lines())
         if story.receipt is not None:
             yield page.pairs((f"run's {label}", text) for label, text in story.receipt.lines())
-        buys = f"What each {kind.limit_name} buys"
-        yield page.heading(buys if kind.model is None else f"{buys}; time over the {kind.plain_name}")
-        yield page.frontier(story)
-        if kind.model is None:  # a model's blocks all run forward, then all backward
-            yield page.heading("Schedule: which step runs when, and which snapshots are stored meanwhile")
-            yield from page.schedule(story.view)
-        yield page.heading("Memory over time")
-        yield from page.memory(story)
-        if isinstance(kind, ModelKind):
-            yield page.heading("What happens to each block")
-            yield from page.blocks(kind)
-        else:
-            yield page.heading("What happens to each part of the chain")
-            yield from page.rows(story.view)
-        yield page.heading("The code to paste")
-        for snippet in snippets(story.plan):
-            yield page.text(f"# {snippet.name}", "bold")
-            for line in snippet.code.splitlines():
-                yield Text(page.written(line), overflow="fold")
-            yield Text("")
+        headings = _HEADINGS | {Section.FRONTIER: kind.frontier_heading}
+        for section in kind.sections:
+            yield page.heading(headings[section])
+            yield from page.section(section, story)
 
 
-class _Page(Sheet):
-    """The parts of the report."""
+class _Sections(Layout):
+    """The sections of the report, each a method that takes the story."""
 
-    def frontier(self, story: Story) -> Table:
+    def section(self, section: Section, story: Story) -> Iterator[RenderableType]:
+        """What is printed below a heading."""
+        drawn: dict[Section, Callable[[Story], Iterator[RenderableType]]] = {
+            Section.FRONTIER: self._frontier,
+            Section.SCHEDULE: self._schedule,
+            Section.MEMORY: self._memory,
+            Section.STEPS: self._steps,
+            Section.BLOCKS: self._blocks,
+            Section.CODE: self._code,
+        }
+        return drawn[section](story)
+
+    def _frontier(self, story: Story) -> Iterator[Table]:
         """A line for each of some budgets, the plan among them, then the usual tools and measurements."""
         kind, knob = story.kind, str(story.plan.knob)
-        titles = _FRONTIER if kind.model is None else _MODEL_FRONTIER
-        runs = {str(view.plan.knob): figure_of(view.plan.runs_per_step) for view in story.views}
+        titles = (f"  {kind.frontier_titles[0]}", *kind.frontier_titles[1:])  # below it, two cells mark the plan
+        runs = {str(view.plan.knob): view.plan.runs_per_step for view in story.views}
         named = [(self.glyphs.here if mark.name == knob else " ", mark.name, mark) for mark in _some(story)]
         named += [(" ", mark.name, mark) for mark in story.peers]
         named += [(" ", measured_name(mark), mark) for mark in story.measured]
@@ -208,23 +217,23 @@ class _Page(Sheet):
                 self.text(f"{here} {name}", most=self.names()),
                 format_size(mark.peak),
                 share_of(mark.peak, kind.whole),
-                *_time_cells(kind, mark, runs.get(name, "")),
+                *_time_cells(kind, mark, runs.get(name)),
             ]
             for here, name, mark in named
         ]
         room, most = self.room(lines, titles), max(mark.time_factor for _, _, mark in named)
         table = self.table(*titles, "")
         for line, (here, _, mark) in zip(lines, named, strict=True):
-            drawn = room >= 6 and mark.is_timed
-            bar = self.glyphs.bar * max(1, round(room * _height(mark.time_factor, most))) if drawn else ""
+            drawn = room >= _LEAST_BAR and mark.is_timed
+            bar = self.glyphs.bar * max(1, round(room * _bar_length(mark.time_factor, most))) if drawn else ""
             table.add_row(*line, bar, style="bold" if here != " " else "")
-        return table
+        yield table
 
-    def schedule(self, view: View) -> Iterator[Text]:
+    def _schedule(self, story: Story) -> Iterator[Text]:
         """Time to the right, steps upwards; each cell shows what most of its time goes to."""
-        chain, width = view.plan.chain, self.width - MARGIN
-        height = _TALLEST if chain.names and chain.length <= _TALLEST else _HEIGHT
-        picture = cells(view.timeline, chain.length, width, height)
+        chain, width = story.plan.chain, self.width - MARGIN
+        height = _MOST_SCHEDULE_LINES if chain.names and chain.length <= _MOST_SCHEDULE_LINES else _SCHEDULE_LINES
+        picture = cells(story.view.timeline, chain.length, width, height)
         columns, rows = picture.memory.shape
         for row in reversed(range(rows)):
             first = row * chain.length // rows
@@ -236,58 +245,58 @@ class _Page(Sheet):
         yield from self.legend(
             [
                 *(
-                    (self.glyphs.kinds[kind], Ink(KINDS[kind].name, _colour(kind)))
-                    for kind in Kind
+                    (self.glyphs.runs[kind], Ink(RUN_INKS[kind].name, _colour(kind)))
+                    for kind in RunKind
                     if picture.share[kind].any()
                 ),
-                *([(self.glyphs.memory, TIERS[Tier.MEMORY])] if picture.memory.any() else []),
-                *([(self.glyphs.disk, TIERS[Tier.DISK])] if picture.disk.any() else []),
+                *([(self.glyphs.memory, TIER_INKS[Tier.MEMORY])] if picture.memory.any() else []),
+                *([(self.glyphs.disk, TIER_INKS[Tier.DISK])] if picture.disk.any() else []),
             ]
         )
 
     def _cell(self, picture: Cells, column: int, row: int) -> tuple[str, str]:
         share = picture.share[:, column, row]
-        kind = Kind(int(share.argmax()))
+        kind = RunKind(int(share.argmax()))
         if share[kind] > 0:
-            return self.glyphs.kinds[kind], _colour(kind)
+            return self.glyphs.runs[kind], _colour(kind)
         if picture.memory[column, row] > 0:
-            return self.glyphs.memory, TIERS[Tier.MEMORY].colour
-        return (self.glyphs.disk, TIERS[Tier.DISK].colour) if picture.disk[column, row] > 0 else (" ", "")
+            return self.glyphs.memory, TIER_INKS[Tier.MEMORY].colour
+        return (self.glyphs.disk, TIER_INKS[Tier.DISK].colour) if picture.disk[column, row] > 0 else (" ", "")
 
-    def memory(self, story: Story) -> Iterator[Text]:
+    def _memory(self, story: Story) -> Iterator[Text]:
         """What memory holds, stacked, with the budget where it is near, the peak and its cause."""
-        timeline, plan, width = story.view.timeline, story.plan, self.width - MARGIN
-        worst, inks = timeline.worst, layers(plan)
-        glyphs = self.glyphs.parts if story.kind.model is None else self.glyphs.model_parts
-        budget = budget_of(plan)
-        top = max(worst.total, budget if budget is not None and budget < 1.5 * worst.total else 0)
+        timeline, kind, width = story.view.timeline, story.kind, self.width - MARGIN
+        worst, inks = timeline.worst, memory_inks(kind)
+        glyphs = [self.glyphs.parts[part] for part in kind.memory_parts]
+        budget = budget_of(story.plan)
+        top = max(worst.total, budget if budget is not None and budget < _NEAR_LIMIT * worst.total else 0)
         held = np.zeros((width, len(inks)))
         for moment in timeline.memory:
             first = min(int(moment.start / timeline.seconds * width), width - 1)
             last = max(int(np.ceil(moment.stop / timeline.seconds * width)), first + 1)
             fuller = held[first:last].sum(axis=1) < moment.total  # a column shows the worst of its time
-            held[first:last][fuller] = layers_of(plan, moment)
+            held[first:last][fuller] = kind.parts_of(moment)
         edges = held.cumsum(axis=1)
-        limit = -1 if budget is None or budget > top else min(int(budget / top * _MEMORY_HEIGHT), _MEMORY_HEIGHT - 1)
-        for row in reversed(range(_MEMORY_HEIGHT)):
-            at = (row + 0.5) / _MEMORY_HEIGHT * top
-            mark = {_MEMORY_HEIGHT - 1: format_size(top), 0: "0 B"} | {limit: story.kind.limit_label}
+        limit = -1 if budget is None or budget > top else min(int(budget / top * _MEMORY_LINES), _MEMORY_LINES - 1)
+        for row in reversed(range(_MEMORY_LINES)):
+            at = (row + 0.5) / _MEMORY_LINES * top
+            mark = {_MEMORY_LINES - 1: format_size(top), 0: "0 B"} | {limit: kind.limit_label}
             line = self.label(mark.get(row, ""))
             for below in edges:
                 part = int(np.searchsorted(below, at))
                 if part < len(inks):
                     line.append(glyphs[part], inks[part].colour)
                 else:
-                    line.append(self.glyphs.limit if row == limit else " ", _LIMIT)
+                    line.append(self.glyphs.limit if row == limit else " ", _LIMIT_COLOUR)
             yield line
-        parts = zip(glyphs, inks, layers_of(plan, worst), strict=True)
+        parts = zip(glyphs, inks, kind.parts_of(worst), strict=True)
         yield from self.legend(
             [(glyph, Ink(f"{ink.name} {format_size(size)}", ink.colour)) for glyph, ink, size in parts if size]
         )
         yield self.text(f"peak {format_size(worst.total)} after {self._when(story)} of the time: {worst.what}")
         if story.curve:
             yield from self._measured(story.curve, width)
-            yield self.text(f"most measured{story.kind.not_in_curve}: {format_size(max(story.curve))}")
+            yield self.text(f"most measured{kind.not_in_curve}: {format_size(max(story.curve))}")
 
     @staticmethod
     def _when(story: Story) -> str:
@@ -305,9 +314,10 @@ class _Page(Sheet):
         line.append("".join(self.glyphs.levels[max(level, 0)] for level in levels[spread]))
         yield line
 
-    def rows(self, view: View) -> Iterator[RenderableType]:
+    def _steps(self, story: Story) -> Iterator[RenderableType]:
         """A line for each layer or range of steps, and how many were left out; `extra` is time, as a share of plain."""
-        shown, plain = view.rows[:_MOST_ROWS], view.plan.chain.plain_seconds or 1.0
+        rows, plain = story.view.rows, story.plan.chain.plain_seconds or 1.0
+        shown = rows[:_MOST_ROWS]
         lines: list[list[str | Text]] = [
             [
                 self.text(row.name, most=self.names()),
@@ -316,21 +326,21 @@ class _Page(Sheet):
                 figure_of(row.again),
                 f"{row.stored:,}",
                 share_of(row.again * row.seconds, plain),
-                Text(row.decision, "bold" if row.decision == "keep" else ""),
+                Text(row.decision, "bold" if row.decision is Decision.KEEP else ""),
             ]
             for row in shown
         ]
-        room = self.room(lines, _ROWS)
-        table = self.table(*_ROWS, "why" if room >= _LEAST_WHY else "")
+        room = self.room(lines, _STEP_TITLES)
+        table = self.table(*_STEP_TITLES, "why" if room >= _LEAST_WHY else "")
         for line, row in zip(lines, shown, strict=True):
-            form = "" if row.form == "keep" else f"taped as {row.form}; "
+            form = "" if row.is_whole else f"taped as {row.form}; "
             table.add_row(*line, self.text(form + row.why, most=room) if room >= _LEAST_WHY else "")
         yield table
-        yield from self._more(len(view.rows))
+        yield from self._more(len(rows))
 
-    def blocks(self, kind: ModelKind) -> Iterator[RenderableType]:
+    def _blocks(self, story: Story) -> Iterator[RenderableType]:
         """A line for each block of a model, and how many were left out."""
-        rows = kind.block_rows()
+        kind, rows = story.kind, story.kind.block_rows()
         if not rows:
             yield self.text("there are no blocks to choose for")
             return
@@ -338,28 +348,36 @@ class _Page(Sheet):
             [self.text(row.name, most=self.names()), format_size(row.tape), kind.time(row.seconds)]
             for row in rows[:_MOST_ROWS]
         ]
-        # Reasons are short, so what the decision says besides its first word is what goes where there is no room.
-        room = self.room(lines, _BLOCKS)
+        # Reasons are short, and the first word of a decision says the most, so decisions are cut before reasons are.
+        room = self.room(lines, _BLOCK_TITLES)
         most = max(room - max(len(row.why) for row in rows) - GAP, _LEAST_DECISION)
-        table = self.table(*_BLOCKS, "decision", "why")
+        table = self.table(*_BLOCK_TITLES, "decision", "why")
         for line, row in zip(lines, rows, strict=False):
-            form = self.text(row.decision, "bold" if row.decision == "keep" else "", most)
+            form = self.text(row.decision, "bold" if row.kind is FormKind.KEPT else "", most)
             table.add_row(*line, form, self.text(row.why, most=max(room - GAP - most, 0)))
         yield table
         yield from self._more(len(rows))
+
+    def _code(self, story: Story) -> Iterator[Text]:
+        """Every snippet, below what it is for."""
+        for snippet in story.kind.snippets():
+            yield self.text(f"# {snippet.name}", "bold")
+            for line in snippet.code.splitlines():
+                yield Text(self.written(line), overflow="fold")
+            yield Text("")
 
     def _more(self, rows: int) -> Iterator[Text]:
         if rows > _MOST_ROWS:
             yield self.text(f"{self.glyphs.more} and {rows - _MOST_ROWS:,} more")
 
 
-def _colour(kind: Kind) -> str:
-    """Taped runs have the colour of plain ones and a glyph of their own: darker inks are lost on a dark terminal."""
-    return KINDS[Kind(kind - kind % 2)].colour
+def _colour(kind: RunKind) -> str:
+    """The colour of a run. Taped ones differ by their glyph alone: their darker inks are lost on a dark terminal."""
+    return RUN_INKS[RunKind(kind - kind % 2)].colour
 
 
 def _some(story: Story) -> list[Mark]:
-    """At most so many of the frontier's points, spread over all of them, the plan's own among them."""
+    """At most `_MOST_BUDGETS` of the frontier's points, spread over all of them, and the plan's own."""
     own = str(story.plan.knob)
     different: dict[tuple[int, float, bool], Mark] = {}
     for mark in story.frontier:
@@ -369,14 +387,11 @@ def _some(story: Story) -> list[Mark]:
     return [mark for place, mark in enumerate(different.values()) if place in places or mark.name == own]
 
 
-def _time_cells(kind: ChainKind, mark: Mark, runs: str) -> tuple[str, str]:
-    """Runs or extra time of a mark, and its time; blank where it has none."""
-    if not mark.is_timed:
-        return "", ""
-    extra = kind.chain.plain_seconds * (mark.time_factor - 1)
-    return kind.time(extra) if isinstance(kind, ModelKind) else runs, times_of(mark.time_factor)
+def _time_cells(kind: PlanKind, mark: Mark, runs: float | None) -> tuple[str, str]:
+    """What a mark costs in runs or extra time, and its time; blank where no time is known."""
+    return (kind.effort(mark.time_factor, runs), times_of(mark.time_factor)) if mark.is_timed else ("", "")
 
 
-def _height(factor: float, most: float) -> float:
-    """How long a bar is between the plain run's time and the most; the very long ones all fill it."""
-    return min(math.log(factor) / math.log(min(most, _FULL)), 1.0) if factor > 1.0 else 0.0
+def _bar_length(factor: float, most: float) -> float:
+    """How much of a bar is filled, 0 for the plain run's time and 1 for the most, or for `_FULL_BAR` and above."""
+    return min(math.log(factor) / math.log(min(most, _FULL_BAR)), 1.0) if factor > 1.0 else 0.0

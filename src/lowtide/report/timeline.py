@@ -1,8 +1,8 @@
-"""A plan over time, as values to be drawn: which step runs when, which snapshots live meanwhile, what memory holds.
+"""A plan over time, as values to be drawn: which step runs when, which snapshots are stored then, what memory holds.
 
-Short plans are told run by run. Long ones are told as a raster, time columns by step rows, so that a million steps are
-as readable as a hundred. Memory over time is always a few hundred shares of time, each at its worst moment. `played`
-makes a `Timeline` of a plan, by playing it on paper and watching.
+A short plan is listed run by run. A long one is a raster, time columns by step rows, so that a million steps are as
+readable as a hundred. Memory over time is always a few hundred shares of time, each at its worst moment. `played` makes
+the `Timeline` of a plan, by playing it on paper and watching.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from lowtide.actions import Action, Advance, Backward, Tape, Tier
 from lowtide.chain import Chain
 from lowtide.plan import Plan
 from lowtide.report.kinds import kind_of
+from lowtide.report.moments import Activity, Moment
 from lowtide.simulate import Ledger
 
 
-class Kind(IntEnum):
+class RunKind(IntEnum):
     """What a run of a step is for. "Forward" is its first run; a taped run keeps its tape."""
 
     FORWARD = 0
@@ -37,7 +38,7 @@ class Kind(IntEnum):
 class Run(NamedTuple):
     """One run of one step, in seconds from the beginning."""
 
-    kind: Kind
+    kind: RunKind
     step: int
     start: float
     stop: float
@@ -50,23 +51,6 @@ class Stored(NamedTuple):
     tier: Tier
     start: float
     stop: float
-
-
-class Moment(NamedTuple):
-    """What memory holds at the worst moment of a share of time, and what is being done then."""
-
-    start: float
-    stop: float
-    snapshots: int
-    tape: int
-    cotangent: int
-    working: int
-    what: str
-
-    @property
-    def total(self) -> int:
-        """Bytes of all of it."""
-        return self.snapshots + self.tape + self.cotangent + self.working
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +77,7 @@ class Tally:
         again: plain runs of each step, which are its runs beyond the taping one.
         stored: whether its state is ever stored.
         forms: which entry of its menu it is taped in.
-        stretches: what is taped in one go, [start, stop) in the order of the chain; empty if there are very many.
+        stretches: what is taped in one go, [start, stop) in the order of the chain; empty if there are too many.
     """
 
     again: NDArray[np.int64]
@@ -104,10 +88,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A plan as it will be played. Either `runs` and `stored` are there, or `raster` is.
+    """A plan as it will be played: with `runs` and `stored` if it is short, and with `raster` if it is long.
 
     Attributes:
-        seconds: of the whole, by the chain's own costs (steps count 1 forward and 2 backward where it has none).
+        seconds: of the whole, by the chain's own costs; where these are 0, a forward counts 1 and a backward 2.
         worst: the moment at which memory peaks.
     """
 
@@ -120,13 +104,24 @@ class Timeline:
     tally: Tally
 
 
-MOST_RUNS = 4_000  # told one by one
-COLUMNS, ROWS = 300, 100
-SHARES = 400
-LEAST_SECONDS = 1e-200  # in all; less is no time, and cannot be divided
-MOST_STRETCHES = 60  # told one by one
+MOST_RUNS = 4_000  # listed one by one; a plan of more is a raster
+RASTER_COLUMNS, RASTER_ROWS = 300, 100  # of time, and of steps
+TIME_SHARES = 400  # of the whole time, each of which has one moment of memory
+LEAST_SECONDS = 1e-200  # of the whole; less counts as no time, because dividing by it overflows
+MOST_STRETCHES = 60  # listed one by one
 
-_Told = Callable[[str, int, int], str]  # what runs, from which step to which, in words
+_Told = Callable[[Activity, int, int], str]  # what is being done with the steps [start, stop), in words
+
+
+class _Doing(NamedTuple):
+    """What is being done with the steps [start, stop)."""
+
+    activity: Activity
+    start: int
+    stop: int
+
+
+_NOTHING_YET = _Doing(Activity.RUNNING, 0, 0)
 
 
 def played(plan: Plan) -> Timeline:
@@ -137,7 +132,8 @@ def played(plan: Plan) -> Timeline:
     told = kind_of(plan).told
     player = (_RunByRun if is_short else _Aggregated)(plan.chain, clock, told)
     ledger = Ledger(plan.chain, plan.schedule.disk, player)
-    most = {kind: 1 if is_short else clock.steps_in(clock.total / SHARES, kind) for kind in (Advance, Tape, Backward)}
+    share = clock.total / TIME_SHARES
+    most = {kind: 1 if is_short else clock.steps_in(share, kind) for kind in (Advance, Tape, Backward)}
     for action in plan.actions():
         if isinstance(action, Advance | Tape | Backward) and action.stop - action.start > most[type(action)]:
             for piece in _pieces(action, most[type(action)]):
@@ -149,7 +145,7 @@ def played(plan: Plan) -> Timeline:
 
 
 class _Clock:
-    """Seconds of every run and of the whole."""
+    """Seconds of every run, and of the whole."""
 
     def __init__(self, plan: Plan) -> None:
         bill = plan.bill
@@ -169,7 +165,7 @@ class _Clock:
         return sum(chain[k].backward + chain[k].menu[option].extra for k in range(start, stop))
 
     def steps_in(self, seconds: float, kind: type[Action]) -> int:
-        """How many steps one action may take so that it lasts no longer, at least one; unequal steps go one by one."""
+        """How many steps last at most `seconds` in one action, at least one; unequal steps go one by one."""
         each = self.backward(0, 1, 0) if kind is Backward else self.forward(0, 1)
         if not self.chain.is_equal:
             return 1
@@ -183,7 +179,7 @@ class _Clock:
 
 
 def _pieces(action: Advance | Tape | Backward, most: int) -> Iterator[Action]:
-    """The action, cut into pieces of at most so many steps."""
+    """The action, cut into pieces of at most `most` steps."""
     start, stop = action.start, action.stop
     if isinstance(action, Backward):
         for end in range(stop, start, -most):
@@ -197,18 +193,18 @@ class _Memory:
     """The worst moment of each share of time, and of all."""
 
     def __init__(self, total: float) -> None:
-        self._share = total / SHARES
-        self._most = [-1] * SHARES
-        self._parts = [(0, 0, 0, 0)] * SHARES
-        self._doing = [("", 0, 0)] * SHARES
+        self._share = total / TIME_SHARES
+        self._most = [-1] * TIME_SHARES  # bytes; -1 until something begins in the share
+        self._parts = [(0, 0, 0, 0)] * TIME_SHARES
+        self._doing = [_NOTHING_YET] * TIME_SHARES
         self._peak = -1
-        self._worst = (0, (0, 0, 0, 0), ("", 0, 0))
+        self._worst = (0, (0, 0, 0, 0), _NOTHING_YET)
 
-    def see(self, start: float, stop: float, parts: tuple[int, int, int, int], doing: tuple[str, int, int]) -> None:
-        """Hold `parts` from `start` to `stop`."""
+    def see(self, start: float, stop: float, parts: tuple[int, int, int, int], doing: _Doing) -> None:
+        """Note that `parts` are held from `start` to `stop`."""
         total = sum(parts)
-        first = min(int(start / self._share), SHARES - 1)
-        last = max(first, min(ceil(stop / self._share) - 1, SHARES - 1))
+        first = min(int(start / self._share), TIME_SHARES - 1)
+        last = max(first, min(ceil(stop / self._share) - 1, TIME_SHARES - 1))
         if total > self._peak:
             self._peak = total
             self._worst = (first, parts, doing)
@@ -218,9 +214,9 @@ class _Memory:
                 self._parts[share], self._doing[share] = parts, doing
 
     def moments(self, told: _Told) -> tuple[tuple[Moment, ...], Moment]:
-        """All shares of time, those that hold the same joined, and the worst moment."""
+        """All shares of time, neighbours that hold the same joined, and the worst moment."""
         found: list[Moment] = []
-        for share in range(SHARES):
+        for share in range(TIME_SHARES):
             moment = self._moment(share, self._parts[share], self._doing[share], told)
             if found and (self._most[share] < 0 or found[-1][2:] == moment[2:]):  # nothing began in it: as before
                 found[-1] = found[-1]._replace(stop=moment.stop)
@@ -228,7 +224,7 @@ class _Memory:
                 found.append(moment)
         return tuple(found), self._moment(*self._worst, told)
 
-    def _moment(self, share: int, parts: tuple[int, int, int, int], doing: tuple[str, int, int], told: _Told) -> Moment:
+    def _moment(self, share: int, parts: tuple[int, int, int, int], doing: _Doing, told: _Told) -> Moment:
         return Moment(share * self._share, (share + 1) * self._share, *parts, told(*doing))
 
 
@@ -260,32 +256,32 @@ class _RunCounts:
 
 
 class _Player(ABC):
-    """A watcher that keeps the time; what becomes of runs and snapshots is its subclasses' business."""
+    """Watches a ledger and keeps the time; its subclasses decide what is noted of runs and snapshots."""
 
     def __init__(self, chain: Chain, clock: _Clock, told: _Told) -> None:
         self._clock, self._told = clock, told
         self._now = self._began = 0.0
         self._reached = 0  # steps below it have run before
         self._memory = _Memory(clock.total)
-        self._doing = ("", 0, 0)
+        self._doing = _NOTHING_YET
         self._counts = _RunCounts(len(chain))
 
     def advanced(self, start: int, stop: int) -> None:
         self._counts.advanced(start, stop)
-        self._begin("running", start, stop)
+        self._begin(Activity.RUNNING, start, stop)
         self._now += self._clock.forward(start, stop)
-        self._forward(start, stop, Kind.FORWARD, Kind.RERUN)
+        self._forward(start, stop, RunKind.FORWARD, RunKind.RERUN)
 
     def taped(self, start: int, stop: int, option: int) -> None:
         self._counts.taped(start, stop, option)
-        self._begin("taping", start, stop)
+        self._begin(Activity.TAPING, start, stop)
         self._now += self._clock.forward(start, stop)
-        self._forward(start, stop, Kind.FORWARD_TAPED, Kind.RERUN_TAPED)
+        self._forward(start, stop, RunKind.FORWARD_TAPED, RunKind.RERUN_TAPED)
 
     def pulled(self, start: int, stop: int, option: int) -> None:
-        self._begin("backward through", start, stop)
+        self._begin(Activity.BACKWARD, start, stop)
         self._now += self._clock.backward(start, stop, option)
-        self._run(Kind.BACKWARD, start, stop)
+        self._run(RunKind.BACKWARD, start, stop)
 
     def held(self, snapshots: int, tapes: int, cotangent: int, working: int) -> None:
         self._memory.see(self._began, self._now, (snapshots, tapes, cotangent, working), self._doing)
@@ -296,15 +292,15 @@ class _Player(ABC):
 
     def _write(self, step: int, tier: Tier) -> None:
         self._counts.stored[step] = True
-        self._begin("storing", step, step)
+        self._begin(Activity.STORING, step, step)
         if tier is Tier.DISK:
             self._now += self._clock.write(step)
 
-    def _begin(self, verb: str, start: int, stop: int) -> None:
-        self._began, self._doing = self._now, (verb, start, stop)
+    def _begin(self, activity: Activity, start: int, stop: int) -> None:
+        self._began, self._doing = self._now, _Doing(activity, start, stop)
 
-    def _forward(self, start: int, stop: int, first: Kind, again: Kind) -> None:
-        # What has not run before starts where everything so far ended.
+    def _forward(self, start: int, stop: int, first: RunKind, again: RunKind) -> None:
+        # Runs follow the chain, so one that starts at or after all that ran before is a first run.
         self._run(first if start >= self._reached else again, start, stop)
         self._reached = max(self._reached, stop)
 
@@ -313,7 +309,7 @@ class _Player(ABC):
         """What was seen."""
 
     @abstractmethod
-    def _run(self, kind: Kind, start: int, stop: int) -> None:
+    def _run(self, kind: RunKind, start: int, stop: int) -> None:
         """Steps [start, stop) ran from `_began` until `_now`."""
 
     @abstractmethod
@@ -322,7 +318,7 @@ class _Player(ABC):
 
     @abstractmethod
     def dropped(self, step: int, tier: Tier) -> None:
-        """A stored state was let go."""
+        """A stored state was dropped."""
 
 
 class _RunByRun(_Player):
@@ -346,7 +342,7 @@ class _RunByRun(_Player):
             self._counts.tally(),
         )
 
-    def _run(self, kind: Kind, start: int, stop: int) -> None:
+    def _run(self, kind: RunKind, start: int, stop: int) -> None:
         self._runs.append(Run(kind, start, self._began, self._now))
 
     def stored(self, step: int, tier: Tier) -> None:
@@ -367,28 +363,28 @@ class _Aggregated(_Player):
     def __init__(self, chain: Chain, clock: _Clock, told: _Told) -> None:
         super().__init__(chain, clock, told)
         self._length = len(chain)
-        self._rows = min(ROWS, self._length)
-        self._column = clock.total / COLUMNS
-        self._share = [[0.0] * (COLUMNS * self._rows) for _ in Kind]
+        self._rows = min(RASTER_ROWS, self._length)
+        self._column = clock.total / RASTER_COLUMNS
+        self._share = [[0.0] * (RASTER_COLUMNS * self._rows) for _ in RunKind]
         self._sizes = np.diff(np.arange(self._rows + 1) * self._length // self._rows)
         self._live = {tier: [0] * self._rows for tier in Tier}
         self._columns: dict[Tier, list[list[int]]] = {tier: [] for tier in Tier}
 
     def timeline(self) -> Timeline:
-        self._close_columns(COLUMNS)
-        shape = (len(Kind), COLUMNS, self._rows)
+        self._close_columns(RASTER_COLUMNS)
+        shape = (len(RunKind), RASTER_COLUMNS, self._rows)
         share = np.ceil(255 * np.clip(np.array(self._share).reshape(shape) / self._column, 0, 1) - 1e-9)
         stored = {tier: np.ceil(255 * np.array(self._columns[tier]) / self._sizes).astype(np.uint8) for tier in Tier}
-        raster = Raster(COLUMNS, self._rows, share.astype(np.uint8), stored[Tier.MEMORY], stored[Tier.DISK])
+        raster = Raster(RASTER_COLUMNS, self._rows, share.astype(np.uint8), stored[Tier.MEMORY], stored[Tier.DISK])
         memory, worst = self._memory.moments(self._told)
         return Timeline(self._clock.total, None, None, raster, memory, worst, self._counts.tally())
 
-    def _run(self, kind: Kind, start: int, stop: int) -> None:
+    def _run(self, kind: RunKind, start: int, stop: int) -> None:
         cells, began, now = self._share[kind], self._began, self._now
-        first, last = int(began / self._column), min(int(now / self._column), COLUMNS - 1)
+        first, last = int(began / self._column), min(int(now / self._column), RASTER_COLUMNS - 1)
         low, high = self._row(start), self._row(stop - 1)
         if low == high and first >= last:
-            cells[min(first, COLUMNS - 1) * self._rows + low] += now - began
+            cells[min(first, RASTER_COLUMNS - 1) * self._rows + low] += now - began
             return
         for column in range(first, last + 1):
             inside = min(now, (column + 1) * self._column) - max(began, column * self._column)
@@ -412,4 +408,4 @@ class _Aggregated(_Player):
     def _close_columns(self, count: int) -> None:
         """What is stored now was stored when the columns before `count` ended."""
         for tier, columns in self._columns.items():
-            columns += [list(self._live[tier])] * (min(count, COLUMNS) - len(columns))
+            columns += [list(self._live[tier])] * (min(count, RASTER_COLUMNS) - len(columns))

@@ -15,14 +15,14 @@ from lowtide.planners.blocks import Blocks
 from lowtide.planners.revolve import Revolve
 from lowtide.planners.sweep import Base, Sweep
 
-SNAPSHOTS = 10  # of the binomial schedule that is drawn
+PEER_SNAPSHOTS = 10  # of the binomial schedule that is drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A point beside the frontier: bytes at the worst moment, and time as a multiple of the plain run's.
 
-    Where the time is not its own, `is_timed` is False: it is drawn there, and no time is told.
+    Where no time is known, `is_timed` is False: the point is drawn at `time_factor`, and no time is written.
     """
 
     name: str
@@ -44,12 +44,12 @@ def peers(chain: Chain) -> tuple[Mark, ...]:
         chain = chain.taped(chain.ways.several)
     marks: dict[tuple[int, float], Mark] = {}
     for mark in _choices(chain):
-        marks.setdefault((mark.peak, mark.time_factor), mark)  # on short chains several come to the same
+        marks.setdefault((mark.peak, mark.time_factor), mark)  # on short chains several are the same
     return tuple(marks.values())
 
 
 def block_peers(chain: Chain) -> tuple[Mark, ...]:
-    """The same for a whole model's blocks: all kept, and all that can be run again whole."""
+    """The same for a whole model: all blocks kept, and every block run again that can be."""
     blocks = set(chain.blocks())
     forms = [[entry.form for entry in chain[k].menu] if k in blocks else [] for k in range(len(chain))]
     again = tuple(menu.index(RERUN) if RERUN in menu else 0 for menu in forms)
@@ -80,13 +80,13 @@ def _choices(chain: Chain) -> Iterator[Mark]:
         last = length - root * ((length - 1) // root)
         note = "checkpointed segments of √T steps: nested scans"
         yield _all_again(chain, f"segments of {root:,} steps", Base(root), last, note)
-        if length > SNAPSHOTS:
+        if length > PEER_SNAPSHOTS:
             note = "the binomial schedule of Revolve and its heirs"
-            yield _mark(chain, f"{SNAPSHOTS} snapshots", Revolve(SNAPSHOTS), note)
+            yield _mark(chain, f"{PEER_SNAPSHOTS} snapshots", Revolve(PEER_SNAPSHOTS), note)
         return
     note = "torch.utils.checkpoint around each layer"
     yield _all_again(chain, "checkpoint on every layer", Sweep((1,) * length), 1, note)
-    counts = range(2, length, max(1, length // 50))  # of very many, some
+    counts = range(2, length, max(1, length // 50))  # about 50 of them
     cuts = {segments: equal_count(length, segments) for segments in {*counts, root} if segments < length}
     note = "torch.utils.checkpoint.checkpoint_sequential"
     cut = {segments: _mark(chain, f"{segments} segments by count", cuts[segments], note) for segments in cuts}

@@ -10,13 +10,13 @@ from lowtide.sizes import format_size, parse_size
 
 
 def clean(text: str) -> str:
-    """The text on one line, without control characters: no escape, no turned direction, no half character."""
+    """The text on one line, without control characters: no escapes, no direction marks, no lone surrogates."""
     spaced = " ".join(text.split())
     return "".join(letter for letter in spaced if not unicodedata.category(letter).startswith("C"))
 
 
 def cut(text: str, most: int) -> str:
-    """The text in at most so many characters, with dots where some were left out."""
+    """The text in at most `most` characters, with dots where the rest was left out."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
@@ -36,7 +36,7 @@ def share_of(part: float, whole: float) -> str:
 
 
 def size_at_least(size: int) -> str:
-    """The size in four digits, rounded up: whoever asks for so much has enough."""
+    """The size in four digits, rounded up, so that whoever asks for what is written has enough."""
     written = format_size(size)
     if parse_size(written) >= size:
         return written
@@ -50,5 +50,5 @@ def measured_name(mark: Mark) -> str:
 
 
 def budget_of(plan: Plan) -> int | None:
-    """The budget or the peak asked for in bytes, if that is the knob."""
-    return plan.knob.value if plan.knob.name in ("budget", "peak") else None
+    """The budget or the peak asked for in bytes; None if the plan was made for something else."""
+    return plan.knob.value if plan.knob.in_bytes else None

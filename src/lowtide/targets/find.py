@@ -17,12 +17,12 @@ from typing import Any
 
 from lowtide.errors import InputError, LowtideError
 
-FORMS = "give module:name or path/to/file.py:name, for example mymodule:make"
+_USAGE = "give module:name or path/to/file.py:name, for example mymodule:make"
 
 
 @contextmanager
 def importable(target: str) -> Iterator[None]:
-    """Let modules beside a target be imported while this lasts: functions may import when they are called."""
+    """Inside, modules beside a target can be imported: functions may import when they are called."""
     where, _, _ = target.rpartition(":")
     folders = [str(Path.cwd()), *([str(Path(where).resolve().parent)] if where.endswith(".py") else [])]
     path, before = sys.path, list(sys.path)
@@ -36,7 +36,7 @@ def importable(target: str) -> Iterator[None]:
 
 @contextmanager
 def showing(what: str) -> Iterator[None]:
-    """Say which exception the user's own code raised, and where; Lowtide's own errors pass as they are."""
+    """Turn exceptions of the user's own code into an `InputError` that says where; Lowtide's own pass unchanged."""
     try:
         yield
     except LowtideError:
@@ -49,7 +49,7 @@ def find(target: str) -> Any:
     """What `target` names."""
     where, _, name = target.rpartition(":")
     if not where or not name:
-        raise InputError(f"{target!r} does not say what to plan; {FORMS}")
+        raise InputError(f"{target!r} does not say what to plan; {_USAGE}")
     with showing(f"importing {where}"):
         module = _file(Path(where)) if where.endswith(".py") else _module(where)
     found: Any = module
@@ -78,7 +78,7 @@ def _module(where: str) -> ModuleType:
 
 def _file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise InputError(f"there is no file {path} in {Path.cwd()}; {FORMS}")
+        raise InputError(f"there is no file {path} in {Path.cwd()}; {_USAGE}")
     name = f"_target_{path.stem}"  # a name that nothing imports, or `torch.py` would stand in torch's place
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # a .py file has a loader
@@ -100,7 +100,7 @@ def _others(holder: Any, name: str) -> str:
 
 
 def _described(error: BaseException) -> str:
-    """Type, message and line of an exception; the line is the last one that is no library's."""
+    """Type, message and line of an exception; the line is the last one outside of libraries."""
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError):  # says itself where
         return said

@@ -1,4 +1,4 @@
-"""Inputs that are given by their form, "float32[64,80]", and values of that form."""
+"""Inputs that are described by dtype and shape, "float32[64,80]", and values to plan with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORM = re.compile(r"\s*([a-z][a-z0-9_]*)\s*\[\s*((?:[0-9]+\s*(?:,\s*[0-9]+\s*)*
 
 @dataclass(frozen=True, slots=True)
 class InputForm:
-    """What an input is like."""
+    """The dtype and the shape of an input."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class InputForm:
 
 
 def torch_tensors(forms: Sequence[InputForm]) -> list[Any]:
-    """Normal numbers from a fixed seed, and zeros where numbers are whole."""
+    """Tensors of normal numbers from a fixed seed, or of zeros where the dtype has whole numbers alone."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ def torch_tensors(forms: Sequence[InputForm]) -> list[Any]:
 
 
 def jax_types(forms: Sequence[InputForm], steps: int | None) -> list[Any]:
-    """Types alone, which is all that planning needs in JAX; with `steps`, along the first axis."""
+    """Types without values, which is all that planning needs in JAX; `steps`, if given, is their first axis."""
     import jax
     from jax import dtypes
     from jax import numpy as jnp

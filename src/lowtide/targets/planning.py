@@ -42,9 +42,9 @@ def plan_target(
     Args:
         target: `module:name` or `path/to/file.py:name`; the current folder is searched first.
         budget: bytes for snapshots, tape and working set: "64MiB", or "25%" of all tapes.
-        checkpoints: at most so many snapshots, and one step of tape.
-        base: a snapshot every so many steps.
-        disk: where a chain's snapshots may go besides.
+        checkpoints: the most snapshots at once, beside one step of tape.
+        base: the number of steps from one snapshot to the next.
+        disk: a second place for a chain's snapshots.
         inputs: what a step or the first layer is called with, each as "float32[64,80]".
         steps: how many steps a loop has, where its inputs do not say.
         framework: "torch" or "jax"; found out if left out.
@@ -148,12 +148,12 @@ class _Request:
 
 
 def _same(item: Any, _: int) -> Any:
-    """The item of every step."""
+    """The input of any step, which is the same for all of them."""
     return item
 
 
 def _makes(found: Any, target: str, inputs: int) -> bool:
-    """Whether it is to be called without arguments for what is to be planned, and not planned itself."""
+    """Whether it makes what is to be planned when it is called without arguments, and is not itself to be planned."""
     if not (inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, functools.partial)):
         return False
     if inputs and not inspect.isclass(found) and _takes(found, inputs):

@@ -15,7 +15,8 @@ from playwright.sync_api import Browser
 from lowtide import Chain, Disk, Plan, Receipt, StepCost, Working
 from lowtide.planners.choose import choose, least_budget
 from lowtide.report import Mark, write
-from lowtide.report.snippets import PLAN_FILE, snippets
+from lowtide.report.kinds import kind_of
+from lowtide.report.snippets import PLAN_FILE
 from lowtide.sizes import format_size
 from tests.report.browser import Visit, chromium, data_of, visit, without_data
 
@@ -102,7 +103,7 @@ def test_every_budget_shows_the_planners_own_numbers(browser: Browser, rollout: 
             assert {name: seen.text(name) for name in expected} == expected
             assert seen.text("verdict") == "Fits"
             assert expected["peak"] in seen.text("cause")
-            assert seen.text("code").strip() == snippets(plan)[0].code.strip()
+            assert seen.text("code").strip() == kind_of(plan).snippets()[0].code.strip()
 
 
 def test_buttons_keys_and_dots_move_all_panels_and_the_plan_is_found_again(browser: Browser, rollout: Path) -> None:
@@ -526,7 +527,7 @@ def test_hostile_names_appear_as_text(browser: Browser, folder: Path, tmp_path: 
 
 
 def test_the_code_has_tabs_and_is_copied(browser: Browser, layers: Path) -> None:
-    found = snippets(choose(LAYERS, 60_000))
+    found = kind_of(choose(LAYERS, 60_000)).snippets()
     with visit(browser, layers) as seen:
         tabs = seen.page.get_by_role("tab")
         assert tabs.all_text_contents() == [snippet.name for snippet in found]

@@ -1,7 +1,9 @@
-"""The report as one self-contained HTML file: the assets in this folder, filled in, and a story as compressed JSON.
+"""The report as one self-contained HTML file: the assets in this folder, filled in with a story as compressed JSON.
 
-Nothing is loaded from anywhere. Numbers that are read, not drawn, are put in words here, so that the page says what
-the rest of the library says.
+In comes a `Story`, out goes a page that loads nothing from anywhere. `data` makes what the scripts read, `model.py` the
+part of it that only a whole model has; there is a script for each panel. Numbers that are read, not drawn, are put in
+words here, so that the page says what the rest of the library says. It may import the rest of the report, but no other
+medium.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import platform
 import zlib
 from collections.abc import Iterable
 from datetime import datetime
+from functools import singledispatch
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -25,20 +28,21 @@ from numpy.typing import NDArray
 from lowtide.actions import Tier
 from lowtide.errors import InputError
 from lowtide.plan import Plan, Receipt
-from lowtide.report.content import HasReceipt, Progress, Story, View, measured_peak, tell
+from lowtide.report.content import HasReceipt, Story, View, measured_peak, tell
 from lowtide.report.decisions import StepRow
+from lowtide.report.kinds import ModelKind, PlanKind, Progress, kind_of
+from lowtide.report.moments import Moment
 from lowtide.report.page.model import Column, model_data
-from lowtide.report.snippets import PLAN_FILE, snippets
-from lowtide.report.timeline import Moment, Raster, Run, Stored, Timeline
+from lowtide.report.snippets import PLAN_FILE
+from lowtide.report.timeline import Raster, Run, Stored, Timeline
 from lowtide.report.usual_tools import Mark
 from lowtide.report.wording import budget_of
 from lowtide.sizes import format_size
 from lowtide.version import __version__
 
-TICKS = 100_000  # times in the data are whole ticks, so many for the whole
+TIME_TICKS = 100_000  # the whole time in ticks; times in the data are whole ticks, which are short to write
 _SCRIPTS = ("tools.js", "verdict.js", "frontier.js", "schedule.js", "memory.js", "table.js", "model.js", "main.js")
 _PACKAGES = ("torch", "jax", "brainstate", "numpy")
-
 
 _COLUMNS = (
     Column("name", "step", "text"),
@@ -107,10 +111,9 @@ def page(story: Story) -> str:
 
 
 def data(story: Story) -> dict[str, Any]:
-    """What the page's scripts read. A whole model's views are made there, from its menus."""
+    """What the page's scripts read."""
     plan, chain = story.plan, story.plan.chain
-    of_model = model_data(story)
-    return {
+    shared = {
         "title": story.kind.title,
         "lowtide": __version__,
         "versions": [["Python", platform.python_version()], *_versions()],
@@ -126,17 +129,28 @@ def data(story: Story) -> dict[str, Any]:
         "limit": {"name": story.kind.limit_name, "label": story.kind.limit_label},
         "budget": budget_of(plan),
         "least": story.least,
-        "chosen": story.chosen,
         "fits": story.fits,
         "verdict": story.verdict,
         "frontier": [_mark(mark) for mark in story.frontier],
         "peers": [_mark(mark) for mark in story.peers],
         "measured": [_mark(mark) for mark in story.measured],
         "receipt": None if story.receipt is None else _receipt(story, story.receipt),
+    }
+    return shared | _of_kind(story.kind, story)
+
+
+@singledispatch
+def _of_kind(_: PlanKind, story: Story) -> dict[str, Any]:
+    """The data that differs by kind: for a loop or layers, every view as it was played."""
+    return {
+        "chosen": story.chosen,
         "columns": [column._asdict() for column in _COLUMNS],
-        "views": [] if of_model else [_view(view, own=k == story.chosen) for k, view in enumerate(story.views)],
+        "views": [_view(view, own=k == story.chosen) for k, view in enumerate(story.views)],
         "model": None,
-    } | of_model
+    }
+
+
+_of_kind.register(ModelKind, model_data)
 
 
 def _versions() -> list[list[str]]:
@@ -197,7 +211,7 @@ def _view(view: View, *, own: bool) -> dict[str, Any]:
         },
         "lines": list(plan.lines()),
         # The file has the plan itself, and no plan for another budget.
-        "code": [snippet for snippet in snippets(plan) if own or snippet.name != PLAN_FILE],
+        "code": [snippet for snippet in kind_of(plan).snippets() if own or snippet.name != PLAN_FILE],
         "timeline": _timeline(view.timeline),
         "rows": [_cells(row, plan) for row in view.rows],
     }
@@ -228,7 +242,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     at = next(k for k, moment in enumerate(memory) if moment.start <= timeline.worst.start < moment.stop)
     return {
         "seconds": timeline.seconds,
-        "ticks": TICKS,
+        "ticks": TIME_TICKS,
         "runs": timeline.runs and _runs(timeline, timeline.runs),
         "stored": None if timeline.stored is None else _stored(timeline, timeline.stored),
         "raster": timeline.raster and _raster(timeline.raster),
@@ -246,7 +260,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 
 def _ticks(timeline: Timeline, spans: Iterable[Run | Stored | Moment]) -> dict[str, list[int]]:
     """When each begins and ends, in whole ticks of the time axis."""
-    rate, both = TICKS / timeline.seconds, [(span.start, span.stop) for span in spans]
+    rate, both = TIME_TICKS / timeline.seconds, [(span.start, span.stop) for span in spans]
     return {"start": [round(start * rate) for start, _ in both], "stop": [round(stop * rate) for _, stop in both]}
 
 

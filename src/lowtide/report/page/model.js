@@ -58,9 +58,8 @@ class ModelView {
   get kinds() {
     const { entries } = this;
     const found = this.data.model.blocks.map((k) => entries[k].kind);
-    const usual = ['kept', 'lean', 'in parts', 'nested', 'rerun'];
-    const names = [...usual.filter((kind) => found.includes(kind)), ...[...new Set(found)].filter((kind) => !usual.includes(kind)).sort()];
-    return names.map((kind) => `${grouped(found.filter((other) => other === kind).length)} ${kind}`).join(', ') || 'none';
+    const kinds = this.data.model.kinds.filter((kind) => found.includes(kind));
+    return kinds.map((kind) => `${grouped(found.filter((other) => other === kind).length)} ${kind}`).join(', ') || 'none';
   }
 
   get tiles() {

@@ -199,7 +199,7 @@ function paintRaster(columns, rows, share, stored) {
 
 const blend = (under, over, share) => under.map((value, c) => value + (over[c] - value) * share);
 
-// The red, green and blue that the style sheet gives this name in the present theme.
+// The red, green and blue that the style sheet defines for this name in the present theme.
 function colourOf(name) {
   const sample = document.body.appendChild(swatch(name));
   const colour = getComputedStyle(sample).backgroundColor.match(/[\d.]+/gu).slice(0, 3).map(Number);

@@ -10,7 +10,7 @@ function makeTable(data) {
   const heads = columns.map(({ label, kind }, column) => {
     const button = make('button', { type: 'button' }, label, make('i', { class: 'arrow', 'aria-hidden': 'true' }));
     button.addEventListener('click', () => {
-      // A first click sorts upwards, a second downwards, a third gives the chain's order back.
+      // A first click sorts upwards, a second downwards, a third restores the chain's order.
       const turn = order.column !== column ? { column, down: false } : order.down ? { column: null, down: false } : { column, down: true };
       Object.assign(order, turn);
       render();

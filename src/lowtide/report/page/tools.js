@@ -53,7 +53,7 @@ function formatSize(bytes) {
   return `${grouped(bytes)} B`;
 }
 
-// Nobody counts so many digits: larger numbers are written as powers of ten.
+// Larger numbers are written as powers of ten: nobody reads that many digits.
 const LONGEST = 1e12;
 const power = (value) => value.toExponential(2).replace(/\.?0*e\+?/u, 'e');
 

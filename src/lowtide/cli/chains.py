@@ -1,4 +1,4 @@
-"""Chains that are described on the command line, by sizes or by a file."""
+"""Chains and disks that are described on the command line: by sizes and speeds, or by a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def equal_chain(
     forward: float | None,
     backward: float | None,
 ) -> Chain:
-    """Steps that all cost the same."""
+    """A chain of steps that all cost the same."""
     missing = [f"--{name}" for name, value in (("steps", steps), ("state", state), ("tape", tape)) if value is None]
     if steps is None or state is None or tape is None:
         raise InputError(
@@ -40,7 +40,7 @@ def equal_chain(
 
 
 def read_chain(path: Path) -> Chain:
-    """Steps that are listed in a file."""
+    """A chain of the steps that a file lists."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -60,7 +60,7 @@ def read_chain(path: Path) -> Chain:
 
 
 def read_disk(write: str | None, read: str | None) -> Disk | None:
-    """The disk, if its speed is given."""
+    """The disk, if its speed in bytes per second is given; reading is as fast as writing by default."""
     if write is None:
         if read is not None:
             raise InputError("--disk-read needs --disk-write")

@@ -1,0 +1,52 @@
+"""One moment of a plan: what memory holds, in which parts, and what is being done."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Activity(StrEnum):
+    """What is being done, in the words that begin a sentence about it."""
+
+    RUNNING = "running"
+    TAPING = "taping"
+    BACKWARD = "backward through"
+    STORING = "storing"
+
+
+class MemoryPart(StrEnum):
+    """A part that memory over time is stacked of, by its name in legends. Each kind of plan has parts of its own."""
+
+    SNAPSHOTS = "snapshots"
+    TAPE = "tape"
+    COTANGENT = "cotangent"
+    WORKING = "working"
+    # Of a whole model:
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer state"
+    INPUTS = "inputs and buffers"
+    TAPES = "tapes"
+    REST = "the rest"
+
+
+class Moment(NamedTuple):
+    """The worst moment of a share of time: when the share begins and ends, bytes held, and what is being done."""
+
+    start: float
+    stop: float
+    snapshots: int
+    tape: int
+    cotangent: int
+    working: int
+    what: str
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """Bytes of snapshots, tape, cotangent and working set."""
+        return self.snapshots, self.tape, self.cotangent, self.working
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of it."""
+        return self.snapshots + self.tape + self.cotangent + self.working
