@@ -406,6 +406,12 @@ class Plan:
         return plan
 
 
+def check_plan(plan: object, maker: str) -> None:
+    """Refuse what is neither None nor a plan; `maker` is the function that makes one."""
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan={plan!r} is a {type(plan).__name__}; give what {maker} returned")
+
+
 @contextmanager
 def _form_of(what: str) -> Iterator[None]:
     """Turn errors of malformed JSON into an InputError that says what it was meant to be."""

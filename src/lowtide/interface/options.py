@@ -1,4 +1,4 @@
-"""What a user asks of a loop or a row of layers, checked: how much memory it may take, and what becomes of its outputs.
+"""What a user asks of a loop, checked: how much memory it may take, and what becomes of its outputs.
 
 The option has four spellings, `budget`, `checkpoints`, `base` and none, and two at once are refused; which plan follows
 from it is decided by `planners.choose`. While loops have options of their own. `reduce` is a word or a fold.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from lowtide.chain import Chain, StepCost
 from lowtide.checks import function, one_knob, whole_number
 from lowtide.errors import InputError
-from lowtide.plan import Plan
+from lowtide.plan import Plan, check_plan
 from lowtide.planners.choose import choose
 from lowtide.sizes import check_budget, parse_budget, parse_size
 
@@ -72,7 +72,7 @@ class Knobs:
     def __post_init__(self) -> None:
         given = {"base": self.base, "checkpoints": self.checkpoints, "budget": self.budget, "plan": self.plan}
         one_knob(given)
-        _check_plan(self.plan, "plan_scan")
+        check_plan(self.plan, "plan_scan")
         if self.base is not None:
             whole_number(self.base, "base", least=self.least_base)
         if self.checkpoints is not None:
@@ -103,19 +103,6 @@ class Knobs:
         if self.base is not None:
             return self.base >= length
         return length <= (2 if self.checkpoints is None else 1)
-
-
-def check_layer_knobs(budget: int | str | None, plan: Plan | None) -> None:
-    """Refuse what a row of layers cannot be run with, before it is measured or traced."""
-    one_knob({"budget": budget, "plan": plan})
-    _check_plan(plan, "plan_sequential")
-    if budget is not None:
-        check_budget(budget)
-
-
-def _check_plan(plan: object, maker: str) -> None:
-    if plan is not None and not isinstance(plan, Plan):
-        raise InputError(f"plan={plan!r} is a {type(plan).__name__}; give what {maker} returned")
 
 
 @dataclass(frozen=True, slots=True)

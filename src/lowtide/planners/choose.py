@@ -12,7 +12,7 @@ from dataclasses import replace
 from lowtide.chain import Chain, Disk, Ways
 from lowtide.checks import one_knob, whole_number
 from lowtide.errors import BudgetError, InputError
-from lowtide.plan import Knob, Plan, Schedule
+from lowtide.plan import Knob, Plan, Schedule, check_plan
 from lowtide.planners import unequal
 from lowtide.planners.equal import Uniform, one_sweep_memory, uniform_least, uniform_within
 from lowtide.planners.revolve import (
@@ -25,7 +25,7 @@ from lowtide.planners.revolve import (
 )
 from lowtide.planners.sweep import Base, least_sweep
 from lowtide.planners.tiers import two_tiers
-from lowtide.sizes import parse_budget
+from lowtide.sizes import check_budget, parse_budget
 
 
 def choose(
@@ -68,6 +68,14 @@ def choose(
         every = whole_number(base, "base", least=1)
         return Plan.make(chain, Knob("base", every), Base(every))
     return _one_extra_run(chain, rooms=rooms)
+
+
+def check_layer_knobs(budget: int | str | None, plan: Plan | None) -> None:
+    """Refuse what a row of layers cannot be run with, before it is measured or traced."""
+    one_knob({"budget": budget, "plan": plan})
+    check_plan(plan, "plan_sequential")
+    if budget is not None:
+        check_budget(budget)
 
 
 def _with_slots(chain: Chain, slots: int) -> Schedule:

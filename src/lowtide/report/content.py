@@ -10,7 +10,7 @@ from lowtide.checks import whole_number
 from lowtide.errors import InputError
 from lowtide.plan import Plan, Receipt
 from lowtide.report.decisions import StepRow, rows
-from lowtide.report.kinds import PlanKind, Progress, Section, kind_of
+from lowtide.report.kinds import PlanKind, Progress, Section, kind_of, no_progress
 from lowtide.report.timeline import Timeline, played
 from lowtide.report.usual_tools import Mark
 from lowtide.report.wording import budget_of
@@ -139,11 +139,7 @@ def tell(
         raise InputError(f"receipt={receipt!r} is a {type(receipt).__name__}; give a Receipt, or what record() gave")
     taken = receipt if isinstance(receipt, Receipt) or receipt is None else receipt.receipt
     whole_number(points, "points", least=0)
-    return _story(plan, taken, tuple(measured), points, progress or _no_progress)
-
-
-def _no_progress(done: int, total: int) -> None:
-    """What is called where progress is not asked for."""
+    return _story(plan, taken, tuple(measured), points, progress or no_progress)
 
 
 def _story(plan: Plan, receipt: Receipt | None, measured: tuple[Mark, ...], points: int, progress: Progress) -> Story:

@@ -48,6 +48,10 @@ from lowtide.sizes import format_size
 Progress = Callable[[int, int], object]  # told how many plans are done, and of how many
 
 
+def no_progress(done: int, total: int) -> None:
+    """What is called where progress is not asked for."""
+
+
 class Section(Enum):
     """A section of a report that has little room, such as a terminal's."""
 

@@ -7,14 +7,13 @@ from typing import Any
 
 from lowtide.chain import Chain
 from lowtide.errors import InputError
-from lowtide.interface.options import check_layer_knobs
 from lowtide.jax.compare import runs_plainly
 from lowtide.jax.layers.costs import measure_layers, tape_bytes
 from lowtide.jax.layers.nested import Nest, nest, of_layers, runner
 from lowtide.jax.layers.plans import plan_within
 from lowtide.jax.layers.trace import Layer, TracedLayers, called_plainly, listed, trace_layers
 from lowtide.plan import Plan
-from lowtide.planners.choose import choose
+from lowtide.planners.choose import check_layer_knobs, choose
 from lowtide.planners.segments import balanced, segment_count
 
 

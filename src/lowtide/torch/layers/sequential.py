@@ -25,10 +25,9 @@ from lowtide.chain import Chain, Working
 from lowtide.checks import function
 from lowtide.errors import BudgetError, InputError
 from lowtide.interface.cache import Cache
-from lowtide.interface.options import check_layer_knobs
 from lowtide.nest import Part
 from lowtide.plan import Knob, Plan
-from lowtide.planners.choose import choose, least_budget
+from lowtide.planners.choose import check_layer_knobs, choose, least_budget
 from lowtide.planners.segments import balanced, segment_count
 from lowtide.sizes import parse_budget
 from lowtide.torch.layers.costs import MeasuredLayers, measure_layers
