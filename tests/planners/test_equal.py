@@ -14,8 +14,8 @@ from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.equal import Uniform, capacities, least_memory, one_sweep_memory, uniform_least, uniform_within
 from lowtide.planners.revolve import plain_runs
 from lowtide.simulate import simulate
+from tests.planners.checkpoint_schedules_runs import peer_plain_runs
 from tests.planners.exhaustive import Step, cheapest
-from tests.planners.peers import peer_plain_runs
 from tests.planners.strategies import in_words_of_search, step_costs
 
 

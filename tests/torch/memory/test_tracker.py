@@ -1,4 +1,4 @@
-"""The most bytes without what turns out to be a result, against a list of every moment."""
+"""What is alive and since when: the most bytes without what turns out to be a result, against every moment."""
 
 from __future__ import annotations
 
