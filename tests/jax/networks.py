@@ -15,9 +15,9 @@ from jax import lax
 
 BATCH, WIDTH, IN = 3, 5, 4
 
-# Compiling takes nearly all the time of a test, and three quarters of it are optimisations of machine code, which change
-# neither what is computed in which order nor what is allocated. What is asserted of bytes is compiled as users do, and so
-# are the slow tests.
+# Compiling takes nearly all the time of a test, and three quarters of it are optimisations of machine code, which
+# change neither what is computed in which order nor what is allocated. Most that is asserted of bytes is compiled as
+# users do, and so are the slow tests.
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 u: Any = saiunit  # makes its units when it is imported, where mypy cannot see them

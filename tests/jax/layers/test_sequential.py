@@ -27,7 +27,7 @@ from lowtide.jax.xla import cache
 from lowtide.plan import Knob
 from lowtide.planners.choose import choose
 from lowtide.planners.unequal import Hetero
-from tests.jax.networks import draw
+from tests.jax.networks import draw, quick
 
 WIDTHS = (12, 30, 7, 22, 22, 5, 16, 9)
 BATCH = 4096
@@ -77,7 +77,7 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 def gradients(run: Callable[[Any, Any], Any], params: Any, x: Any) -> Any:
-    return jax.value_and_grad(lambda params, x: jnp.sum(jnp.sin(run(params, x))), (0, 1))(params, x)
+    return quick(jax.value_and_grad(lambda params, x: jnp.sum(jnp.sin(run(params, x))), (0, 1)))(params, x)
 
 
 RUNS: dict[str, Callable[..., Any]] = {
@@ -103,7 +103,9 @@ def test_gradients_are_those_of_the_plain_calls(name: str) -> None:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["none", "least", "3"])
-@pytest.mark.parametrize("how", ["jit", "vmap", "vmapped gradient", "jvp", "hessian", "gradient of a gradient"])
+@pytest.mark.parametrize(
+    "how", ["eager", "jit", "vmap", "vmapped gradient", "jvp", "hessian", "gradient of a gradient"]
+)
 def test_every_transform(how: str, name: str) -> None:
     params, x = mlp((4, 5, 3, 4)), draw(50, 6, 4)
 
@@ -113,19 +115,21 @@ def test_every_transform(how: str, name: str) -> None:
     def taken(run: Callable[..., Any]) -> Any:
         f = loss(run)
         match how:
+            case "eager":
+                return jax.grad(f, (0, 1))(params, x)
             case "jit":
-                return jax.jit(jax.grad(f, (0, 1)))(params, x)
+                return quick(jax.grad(f, (0, 1)))(params, x)
             case "vmap":
-                return jax.grad(lambda params: jax.vmap(lambda row: f(params, row[None]))(x).sum())(params)
+                return quick(jax.grad(lambda params: jax.vmap(lambda row: f(params, row[None]))(x).sum()))(params)
             case "vmapped gradient":
-                return jax.vmap(jax.grad(f, (0, 1)), (None, 0))(params, x[:, None])
+                return quick(jax.vmap(jax.grad(f, (0, 1)), (None, 0)))(params, x[:, None])
             case "jvp":
-                return jax.jvp(f, (params, x), (params, x))
+                return quick(lambda *given: jax.jvp(f, given, given))(params, x)
             case "hessian":
-                return jax.hessian(lambda x: f(params, x))(x[:1])
+                return quick(jax.hessian(lambda x: f(params, x)))(x[:1])
             case _:
                 inner = jax.grad(lambda x: f(params, x))
-                return jax.grad(lambda x: jnp.sum(inner(x) ** 2))(x)
+                return quick(jax.grad(lambda x: jnp.sum(inner(x) ** 2)))(x)
 
     close(taken(RUNS[name]), taken(plain))
 
