@@ -15,7 +15,7 @@ import lowtide.brainstate as lt
 from lowtide.errors import BudgetError, FunctionError
 from lowtide.plan import Plan
 from lowtide.simulate import simulate
-from tests.brainstate.networks import CASES, KNOBS, STEPS, Case, Cell, a_module, inputs, without_gradients
+from tests.brainstate.networks import CASES, KNOBS, STEPS, Case, Cell, a_module, inputs, quick, without_gradients
 from tests.brainstate.partners import brainstate, transform, u
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -83,7 +83,7 @@ def test_scans_with_a_carry_in_units(knobs: dict[str, Any]) -> None:
             return (ys / (u.mV * u.mA)).sum() + (current / u.mA).sum(), count
 
         xs = {"a": inputs(3) * u.mA, "b": inputs(3) * 2 * u.mA}
-        return transform.grad(loss, {"w": cell.w}, argnums=0, has_aux=True)(xs), cell.seen()
+        return quick(transform.grad(loss, {"w": cell.w}, argnums=0, has_aux=True))(xs), cell.seen()
 
     same(outcome(partial(lt.checkpointed_scan, **knobs)), outcome(transform.scan))
 
@@ -153,8 +153,8 @@ def test_forward_mode_and_second_derivatives(knobs: dict[str, Any]) -> None:
         def loss(scale: Any) -> Any:
             return scan(lambda c, x: (jnp.sin(c * w.value + scale * x), c.sum()), jnp.ones(2), inputs(2))[0].sum()
 
-        hessian = transform.hessian(lambda: loss(1.0), {"w": w})()
-        return hessian, transform.jvp(loss, (0.5,), (1.0,))
+        hessian = quick(transform.hessian(lambda: loss(1.0), {"w": w}))()
+        return hessian, quick(lambda: transform.jvp(loss, (0.5,), (1.0,)))()
 
     same(along(partial(lt.checkpointed_scan, **knobs)), along(transform.scan))
 
