@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import settings
 
 settings.register_profile("lowtide", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("lowtide")
+
+
+def pytest_collection_finish() -> None:
+    """The million objects of the frameworks are set aside, so that collecting garbage looks at what tests made."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 import lowtide.jax as lt
 from lowtide import FunctionError, InputError
 from lowtide.jax.loops.step import as_lax_says
+from tests.jax.networks import quick
 
 KNOBS: list[dict[str, Any]] = [{}, {"base": 3}, {"checkpoints": 2}]
 
@@ -43,11 +44,11 @@ def test_nothing_is_left_behind(knobs: dict[str, Any]) -> None:
 def test_the_checks_of_jax_pass(knobs: dict[str, Any]) -> None:
     w, xs = jnp.ones(3), jnp.ones((7, 3))
     with jax.checking_leaks():
-        jax.jit(jax.grad(lambda w, xs: _loss(w, xs, **knobs)))(w, xs)
+        quick(jax.grad(lambda w, xs: _loss(w, xs, **knobs)))(w, xs)
         jax.grad(jax.jit(lambda w, xs: _loss(w, xs, **knobs)))(w, xs)
-        jax.jit(lambda w, xs: _loss(w, xs, **knobs))(w, xs)
+        quick(lambda w, xs: _loss(w, xs, **knobs))(w, xs)
     with jax.enable_checks(True):
-        jax.jit(jax.grad(lambda w, xs: _loss(w, xs, **knobs)))(w, xs)
+        quick(jax.grad(lambda w, xs: _loss(w, xs, **knobs)))(w, xs)
 
 
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
@@ -105,7 +106,7 @@ def test_a_fold_under_shard_map(knobs: dict[str, Any]) -> None:
 
         specs: Any = {"in_specs": (PartitionSpec(), PartitionSpec("d")), "out_specs": PartitionSpec("d")}
         mapped: Any = jax.shard_map(one, mesh=mesh, **specs)
-        return jax.jit(jax.grad(lambda w: mapped(w, xs).sum()))(w)
+        return quick(jax.grad(lambda w: mapped(w, xs).sum()))(w)
 
     assert jnp.allclose(gradient(lt.checkpointed_scan, reduce="sum", **knobs), gradient(lax.scan))
 
@@ -141,7 +142,7 @@ def test_a_gradient_of_a_tangent() -> None:
     w, xs = jnp.full(3, 0.5), jnp.ones((7, 3))
 
     def second(scan: Any, **knobs: Any) -> Any:
-        return jax.grad(lambda w: jax.jvp(lambda w: _loss(w, xs, scan, **knobs), (w,), (w,))[1])(w)
+        return quick(jax.grad(lambda w: jax.jvp(lambda w: _loss(w, xs, scan, **knobs), (w,), (w,))[1]))(w)
 
     assert jnp.allclose(second(lt.checkpointed_scan, base=3), second(lax.scan), rtol=1e-12)
     with pytest.raises(FunctionError, match="base="):
