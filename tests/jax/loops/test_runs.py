@@ -40,8 +40,7 @@ class Runs:
 
     def of(self, f: Any) -> Counter[int]:
         """How often each step is run while f(w) is computed once."""
-        run = quick(f)
-        run.lower(jnp.eye(3)).compile()
+        run = quick(f).lower(jnp.eye(3)).compile()
         jax.effects_barrier()
         assert not self.seen  # tracing and compiling run nothing
         jax.block_until_ready(run(jnp.eye(3)))
