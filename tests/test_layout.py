@@ -77,6 +77,7 @@ def test_no_docstring_only_points_elsewhere() -> None:
     assert empty == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", MOST_FILES)
 def test_a_call_passes_few_files_in_one_direction(call: str) -> None:
     command = [sys.executable, "-m", "tests.flow", call]

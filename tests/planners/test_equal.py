@@ -202,6 +202,7 @@ def test_no_schedule_is_faster_whatever_the_working_set(
         assert choose(chain, budget).bill.seconds == least
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(step_costs(), st.integers(1, 80), st.integers(0, 120))
 def test_every_form_keeps_the_budget(step: StepCost, length: int, more: int) -> None:

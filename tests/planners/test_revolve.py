@@ -132,6 +132,7 @@ def test_golden_order() -> None:
     assert list(Revolve(2).actions(Chain.equal(StepCost(1, 1), 5))) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slots", [1, 10**5, 10**6, 10**7])
 def test_as_many_stretches_as_steps_have_a_closed_form(slots: int) -> None:
     chain = Chain.equal(StepCost(2, 3, cotangent=2, working=Working(1, 5, 4)), 10**6)

@@ -41,6 +41,7 @@ def brainpy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Arrays]
     return computed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("epochs", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_the_losses_of_the_tutorial_agree(
     epochs: int, brainpy: Callable[[int], Arrays], record_property: Callable[[str, object], None]

@@ -25,6 +25,7 @@ def _loss(w: Any, xs: Any, scan: Any = lt.checkpointed_scan, **knobs: Any) -> An
     return jnp.sin(carry).sum() + jnp.square(ys).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_nothing_is_left_behind(knobs: dict[str, Any]) -> None:
     def run(value: float) -> None:
@@ -40,6 +41,7 @@ def test_nothing_is_left_behind(knobs: dict[str, Any]) -> None:
     assert sum(array.nbytes for array in jax.live_arrays()) <= before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_the_checks_of_jax_pass(knobs: dict[str, Any]) -> None:
     w, xs = jnp.ones(3), jnp.ones((7, 3))
@@ -51,6 +53,7 @@ def test_the_checks_of_jax_pass(knobs: dict[str, Any]) -> None:
         quick(jax.grad(lambda w, xs: _loss(w, xs, **knobs)))(w, xs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_a_gradient_that_ignores_its_cotangent(knobs: dict[str, Any]) -> None:
     @jax.custom_vjp
@@ -136,6 +139,7 @@ def test_true_outputs_are_counted(knobs: dict[str, Any]) -> None:
         lt.checkpointed_for_loop(lambda x: x > 0, jnp.ones(4), reduce="mean", **knobs)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_a_gradient_of_a_tangent() -> None:
     """It needs base=, unless the loop's own values do not matter."""

@@ -67,6 +67,7 @@ def plan_of(n: int, length: int, **options: Any) -> Plan:
     return lt.plan_scan(lambda carry, x: step(weights, carry, x), state_of(n), xs, reduce="mean", **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("length", "share"), [(400, 1 / 10), (4000, 1 / 25)])
 def test_without_a_knob_it_is_a_small_share_of_plain(length: int, share: float, record_property: Any) -> None:
     plain = compiled_bytes(lax.scan, 256, length)
@@ -82,6 +83,7 @@ FEW_BASES = (2, 10, 17, 27, 133, 199, 300)
 BASES = (2, 5, 10, 14, 17, 20, 27, 40, 80, 133, 199, 200, 300)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bases", [FEW_BASES, pytest.param(BASES, marks=pytest.mark.slow)], ids=len)
 def test_base_takes_base_tapes_and_a_state_for_each_stretch(bases: tuple[int, ...]) -> None:
     """And so the best one is near the one that balances tapes and states."""
@@ -115,6 +117,7 @@ def sizes_and_knobs() -> list[Any]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("n", "length", "options"), sizes_and_knobs(), ids=str)
 def test_predicted_bytes_are_compiled_bytes(n: int, length: int, options: dict[str, Any], record_property: Any) -> None:
     predicted = plan_of(n, length, **options).bill.peak_memory
@@ -140,6 +143,7 @@ def check_budget(seed: int) -> None:
     assert found <= 1.05 * budget + 64 * KIB, (n, length, budget / least)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_budgets_are_kept(seed: int) -> None:
     check_budget(seed)
@@ -170,6 +174,7 @@ def test_the_program_is_as_long_for_ten_times_the_steps(options: dict[str, Any])
     assert tables[1] <= 2 * 4 * 9 * 3 * 4001 + 64 * KIB  # hexadecimal digits of at most nine integers for each run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"base": 20}, {"checkpoints": 10}], ids=str)
 def test_outputs_are_held_once(options: dict[str, Any]) -> None:
     """Stacked outputs and their cotangents cost what they are, and nothing more."""

@@ -30,6 +30,7 @@ from tests.jax.model.models import (
 from tests.jax.networks import draw, quick
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_blocks_of_equinox_with_dropout() -> None:
     case = net()
@@ -48,12 +49,12 @@ def squares(tree: Any) -> Any:
     "how",
     [
         "jit",
-        "eager",
+        pytest.param("eager", marks=pytest.mark.long),
         "vmap",
         "vmapped gradient",
         "jvp",
-        "hessian",
-        "gradient of a gradient",
+        pytest.param("hessian", marks=pytest.mark.long),
+        pytest.param("gradient of a gradient", marks=pytest.mark.long),
         "other shapes",
         "from JSON",
         "no gradient",
@@ -89,6 +90,7 @@ def test_every_transform(how: str) -> None:
     close(taken(light), taken(case.loss))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_every_form_gives_the_same_gradients_and_computes_no_more_than_it_must() -> None:
     case = transformer(1, 8, 2, 4)
@@ -131,6 +133,7 @@ def test_more_results_than_the_loss() -> None:
         lt.plan_model(loss, case.params, *case.args, peak="75%", scale=3.0)
 
 
+@pytest.mark.long
 def test_half_precision_of_all_parameters_at_once() -> None:
     case = mlp(SMALL, 256)
 
@@ -147,6 +150,7 @@ def test_half_precision_of_all_parameters_at_once() -> None:
     close(ours, compiled(loss, half, quick)[1], rtol=0.03)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_values_that_pass_by_blocks_and_blocks_that_are_called_twice() -> None:
     @jax.jit
@@ -225,6 +229,7 @@ def test_models_of_other_forms(name: str) -> None:
     close(compiled(lt.apply(again, case.loss), case, quick)[1], compiled(case.loss, case, quick)[1])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_a_loop_in_a_block_has_every_derivative() -> None:
     case = looped(2, 3, 4)

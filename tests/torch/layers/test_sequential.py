@@ -48,6 +48,7 @@ def least_of(row: Layered) -> int:
 # --- the same results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROWS)
 def test_results_and_gradients_are_the_plain_runs_to_the_last_bit(name: str) -> None:
     make = ROWS[name]
@@ -110,6 +111,7 @@ def test_autocast_is_as_in_the_plain_run() -> None:
     assert_same(outcome(vgg, lambda row: run(row, True)), outcome(vgg, lambda row: run(row, False)))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own, between its parts
 def test_in_code_that_is_compiled_layers_run_as_they_are() -> None:
     def run(row: Layered, planned: bool) -> Any:
@@ -162,6 +164,7 @@ def test_receipts_equal_bills(name: str) -> None:
         assert (receipt.backward_runs, receipt.probe_runs) == (bill.backward_runs, 0)
 
 
+@pytest.mark.long
 def test_layers_are_measured_once_for_each_form_of_input() -> None:
     row = residual()
 
@@ -424,6 +427,7 @@ def test_the_module_takes_the_submodules_under_their_names() -> None:
     assert isinstance(planned, nn.Sequential)
 
 
+@pytest.mark.long
 def test_the_module_gives_what_the_model_gives() -> None:
     def run(row: Layered) -> Any:
         with lt.record() as receipt:
@@ -444,6 +448,7 @@ def test_the_module_follows_train_and_eval() -> None:
     assert not Sequential(model.eval()).training
 
 
+@pytest.mark.long
 def test_copies_and_pickles_of_the_module_work() -> None:
     _, planned, x = wrapped()
     for twin in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):

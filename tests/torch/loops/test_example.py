@@ -24,6 +24,7 @@ def _printed(console: Console) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.long
 def test_the_whole_example(tmp_path: Path, console: Console) -> None:
     plain, ours = spiking_rollout.run(tmp_path / "new", epochs=4, steps=60, quick=True, console=console)
     assert len(plain) == 4
@@ -52,6 +53,7 @@ def test_training_stops_at_a_loss_that_differs(monkeypatch: pytest.MonkeyPatch, 
         spiking_rollout.train(2, 20, console)
 
 
+@pytest.mark.long
 def test_memory_against_length(console: Console) -> None:
     curves = spiking_rollout.memory_by_length([80, 320], console)
     plain, *ours = curves.values()
@@ -61,6 +63,7 @@ def test_memory_against_length(console: Console) -> None:
     assert max(ours[2]) <= 128 * 1024  # within the budget
 
 
+@pytest.mark.long
 def test_memory_against_base(console: Console) -> None:
     curve = spiking_rollout.memory_by_base(144, 6, console)
     assert curve.bases == [1, 3, 7, 20, 53, 144]

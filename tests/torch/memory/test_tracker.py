@@ -16,6 +16,7 @@ import lowtide.torch as lt
 from lowtide.torch.memory.tracker import Lifetimes
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_it_is_what_looking_at_every_moment_gives(data: st.DataObject) -> None:

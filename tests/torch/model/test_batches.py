@@ -33,6 +33,7 @@ def _measured(model: nn.Module, batch: dict[str, Any], optimizer: torch.optim.Op
     return before + memory.peak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "layers", "peak"), [("gpt2", 2, "700KB"), ("resnet", 1, 1_000_000)])
 def test_it_fits_when_measured_and_a_tenth_more_does_not(
     name: str, layers: int, peak: int | str, record_property: Callable[[str, object], None]
@@ -90,6 +91,7 @@ class _Normed(nn.Module):
         return out
 
 
+@pytest.mark.long
 def test_models_that_need_more_than_one_example_and_batches_that_are_filled_up() -> None:
     assert lt.largest_batch(_Normed(), lambda size: torch.randn(size, 8), "64KiB").size > 20
     found = lt.largest_batch(_Reading(), lambda size: torch.randn(-(-size // 16) * 16, 8), "64KiB")
@@ -168,7 +170,7 @@ class _Attending(nn.Module):
         return x.mean()
 
 
-@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("reads", [pytest.param(False, marks=pytest.mark.long), True])
 def test_lengths_are_found_without_one_that_is_far_too_long(reads: bool) -> None:
     asked: list[int] = []
 
@@ -189,6 +191,7 @@ class _ReadsWhenLong(_Attending):
         return super().forward(x)
 
 
+@pytest.mark.long
 def test_a_model_that_looks_at_values_only_at_some_sizes() -> None:
     asked: list[int] = []
 

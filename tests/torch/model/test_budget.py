@@ -49,6 +49,7 @@ def check(name: str, size: Size | None, count: int, record: Record) -> None:
         assert train(made, seed=2).peak <= peak  # nothing is traced any more
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_is_kept_and_predicted_and_the_bits_are_the_plain_ones(name: str, record_property: Record) -> None:
     check(name, None, 3, record_property)
@@ -66,6 +67,7 @@ def test_so_it_is_for_larger_ones(name: str, record_property: Record) -> None:
     check(name, LARGER, 5, record_property)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_just_below_the_least_peak_the_error_names_it(name: str) -> None:
     least = least_of(name)
@@ -91,6 +93,7 @@ def test_a_plan_says_what_its_peak_consists_of() -> None:
     assert schedule_of(plan).margin == int(0.01 * 4 * 2**20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_so_it_is_with_an_optimizer(name: str, record_property: Record) -> None:
     """Over two whole steps: the state of the optimizer is there from the end of the first on."""
@@ -136,6 +139,7 @@ def test_a_smaller_batch_than_planned_for_is_within_the_peak_too() -> None:
     assert found.peak <= peak
 
 
+@pytest.mark.long
 def test_batch_norm_counts_a_batch_once() -> None:
     made = model("resnet")
     lt.apply(made.plan(least_of("resnet")), made.module)

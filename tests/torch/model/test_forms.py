@@ -15,6 +15,7 @@ from tests.torch.odd_blocks import Mlp
 from tests.torch.odd_models import odd, row_of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*MODELS, "vgg", "torch's own", "dictionary"])
 def test_the_forms_of_real_plans(name: str) -> None:
     """Every menu begins with keep, has the others once each, and their text is what earlier versions wrote."""
@@ -45,6 +46,7 @@ class OddlyNamed(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_submodules_with_the_oddest_names() -> None:
     def fresh() -> Model:
         torch.manual_seed(0)

@@ -39,6 +39,7 @@ def test_planning_draws_a_bar_of_its_own(capsys: pytest.CaptureFixture[str]) -> 
     assert drawn(capsys.readouterr().err).startswith("planning: 100%")
 
 
+@pytest.mark.long
 def test_there_is_a_bar_for_each_size_of_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     found = lt.largest_batch(Blocks(), lambda size: torch.ones(size, 8), "64KiB", pbar=True)
     labels = re.findall(r"(a batch of [\d,]+): 100%", capsys.readouterr().err)
