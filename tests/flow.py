@@ -52,23 +52,23 @@ def flow(call: Callable[[], Any]) -> dict[str, list[Any]]:
 
 def for_loop() -> Callable[[], Any]:
     import torch
+    from torch import nn
 
     import lowtide.torch as lt
 
-    net = torch.nn.Sequential(torch.nn.Linear(8, 8), lt.spiking.LIF(tau=20.0), torch.nn.Linear(8, 2))
+    net = nn.Sequential(nn.Linear(8, 8), lt.spiking.LIF(tau=20.0), nn.Linear(8, 2), lt.spiking.Expon(tau=10.0))
     xs = torch.rand(60, 4, 8)
     return lambda: lt.checkpointed_for_loop(net, xs, budget="40KiB").sum().backward()
 
 
 def checkpoint() -> Callable[[], Any]:
     import torch
+    from torch import nn
 
     import lowtide.torch as lt
 
-    block, x = (
-        torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout(0.1)),
-        torch.randn(4, 16, requires_grad=True),
-    )
+    block = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.1))
+    x = torch.randn(4, 16, requires_grad=True)
     return lambda: lt.checkpoint(block, x).sum().backward()
 
 
@@ -92,7 +92,7 @@ def auto_checkpoint() -> Callable[[], Any]:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+            self.up, self.down, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
 
         def forward(self, x: torch.Tensor) -> Any:
             return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -123,7 +123,9 @@ def jax_scan() -> Callable[[], Any]:
     import lowtide.jax as lt
 
     def loss(w: Any, xs: Any) -> Any:
-        return lt.checkpointed_scan(lambda h, x: (jnp.tanh(h @ w + x), h.sum()), xs[0], xs, budget="8KiB")[1].sum()
+        start = jnp.zeros((4, 8))
+        _, ys = lt.checkpointed_scan(lambda h, x: (jnp.tanh(h @ w + x), h.sum()), start, xs, budget="8KiB")
+        return ys.sum()
 
     return lambda: jax.jit(jax.grad(loss))(jnp.eye(8), jnp.ones((50, 4, 8)))
 

@@ -92,6 +92,7 @@ def test_one_place_asks_whether_a_plan_is_a_models() -> None:
     assert asking == {"report/kinds.py"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", MOST_FILES)
 def test_a_call_passes_few_files_in_one_direction(call: str) -> None:
     command = [sys.executable, "-m", "tests.flow", call]

@@ -155,6 +155,7 @@ def _planned(module: nn.Module) -> list[str]:
     return [name for name, each in module.named_modules() if "forward" in each.__dict__]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}],
@@ -199,6 +200,7 @@ def test_loggers_get_each_thing_once(tmp_path: Path) -> None:
     assert rows[0].count("\n") > 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [_WithoutIndex, _WithoutOptimizer])
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
 def test_training_steps_of_other_kinds(kind: type[_Network]) -> None:
@@ -208,6 +210,7 @@ def test_training_steps_of_other_kinds(kind: type[_Network]) -> None:
     assert ("(optimizer step)" in callback.plan.chain.names) == (kind is _WithoutIndex)
 
 
+@pytest.mark.long
 def test_a_larger_batch_can_be_planned_for() -> None:
     batch = [torch.zeros(4 * _BATCH, 32), torch.zeros(4 * _BATCH, dtype=torch.long)]
     callback = LowtideCallback("8MB", batch=batch, verbose=False)
@@ -218,6 +221,7 @@ def test_a_larger_batch_can_be_planned_for() -> None:
     assert callback.plan.chain.plain_tape > 3 * small.plan.chain.plain_tape
 
 
+@pytest.mark.long
 def test_a_peak_that_cannot_be_kept_is_an_error_that_names_one_that_can() -> None:
     module = _Network()
     with pytest.raises(BudgetError, match="the least that works is") as told:

@@ -140,6 +140,7 @@ def _planned(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in module.__dict__]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}],
@@ -190,6 +191,7 @@ def test_a_larger_batch_can_be_planned_for(tmp_path: Path) -> None:
     assert callback.plan.chain.plain_tape > 3 * small.plan.chain.plain_tape
 
 
+@pytest.mark.long
 def test_a_peak_that_cannot_be_kept_is_an_error_that_names_one_that_can(tmp_path: Path) -> None:
     model = _Small()
     with pytest.raises(BudgetError, match="the least that works is") as told:
@@ -201,6 +203,7 @@ def test_a_peak_that_cannot_be_kept_is_an_error_that_names_one_that_can(tmp_path
     assert max(run.peaks) <= told.value.least  # with gradients that wait for the next batch
 
 
+@pytest.mark.long
 def test_losses_of_other_kinds(tmp_path: Path) -> None:
     plain = _train(tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(InputError, match="give loss="):
@@ -209,6 +212,7 @@ def test_losses_of_other_kinds(tmp_path: Path) -> None:
     assert _train(tmp_path, spread, label_smoothing_factor=0.1).is_like(plain)
 
 
+@pytest.mark.long
 def test_a_model_that_gives_a_tuple(tmp_path: Path) -> None:
     plain = _train(tmp_path, model=_Small(as_tuple=True))
     callback = LowtideCallback("600KB", verbose=False)
@@ -320,6 +324,7 @@ def test_a_model_without_own_checkpointing() -> None:
         use_lowtide_checkpointing(nn.Linear(2, 2))
 
 
+@pytest.mark.long
 def test_nothing_is_imported_unless_used() -> None:
     check = "import sys, lowtide.torch; print({'transformers', 'lightning', 'accelerate'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)

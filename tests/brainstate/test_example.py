@@ -11,6 +11,7 @@ from examples import brainstate_tutorial
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.long
 def test_the_whole_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     brainstate_tutorial.main(["--quick", "--output", str(tmp_path / "new")])
     for name in ("brainstate_tutorial.png", "brainstate_memory.png"):
@@ -28,6 +29,7 @@ def test_bases_go_from_two_to_half(steps: int, bases: list[int]) -> None:
     assert brainstate_tutorial.bases_for(steps, quick=True) == [steps // 2]
 
 
+@pytest.mark.long
 def test_the_promise_is_least_near_the_square_root() -> None:
     bases = list(range(2, 201))
     sizes, _ = brainstate_tutorial.promised(400, bases)

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
+
 import lowtide.brainstate as lt
 from examples.brainstate_tutorial import N_OUT, NUM_SAMPLE, compiled, make_task, promised
 from tests.brainstate.partners import transform
 
+pytestmark = pytest.mark.long
 STEPS = 400
 
 

@@ -61,6 +61,7 @@ def train(pbar: Any, runs: int = 1, **knobs: Any) -> None:
     jax.effects_barrier()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knobs", [{}, {"checkpoints": 2}, {"base": 2}, {"base": 3}], ids=str)
 def test_each_step_is_shown_once_however_often_it_runs(knobs: dict[str, Any], made: list[Recorder]) -> None:
     train(transform.ProgressBar(freq=1), runs=2, **knobs)
@@ -80,6 +81,7 @@ def test_a_bar_moves_in_parts_of_its_frequency(pbar: Any, moves: list[int], made
     assert [bar.moves for bar in made] == [moves]
 
 
+@pytest.mark.long
 def test_true_is_every_step_and_false_is_none(made: list[Recorder]) -> None:
     train(False)
     train(None)
@@ -95,6 +97,7 @@ def test_a_description_can_tell_the_step(made: list[Recorder]) -> None:
     assert made[0].options == {"colour": "red"}
 
 
+@pytest.mark.long
 def test_other_bars_are_lowtides() -> None:
     class Counter:
         n = 0

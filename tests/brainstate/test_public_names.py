@@ -73,6 +73,7 @@ def test_only_who_asks_for_brainstate_loads_it(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.long
 def test_it_loads_no_other_framework() -> None:
     unwanted = ["torch", "rich", "typer", "brainpy"]
     code = f"import sys, lowtide.brainstate; print([name for name in {unwanted} if name in sys.modules])"

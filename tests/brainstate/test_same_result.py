@@ -26,6 +26,7 @@ def plain() -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "knobs",
     [

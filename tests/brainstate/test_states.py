@@ -15,7 +15,7 @@ import lowtide.brainstate as lt
 from lowtide.errors import BudgetError, FunctionError
 from lowtide.plan import Plan
 from lowtide.simulate import simulate
-from tests.brainstate.networks import CASES, KNOBS, STEPS, Case, Cell, a_module, inputs, without_gradients
+from tests.brainstate.networks import CASES, KNOBS, STEPS, Case, Cell, a_module, inputs, quick, without_gradients
 from tests.brainstate.partners import brainstate, transform, u
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -42,8 +42,9 @@ def name_of(part: Any) -> str:
 
 def pairs() -> list[Any]:
     """Every case with two knobs, and with the others where there is time for it."""
+    marks = {1: [pytest.mark.long], 2: [pytest.mark.slow], 3: [pytest.mark.slow], 4: [pytest.mark.slow]}
     return [
-        pytest.param(case, knobs, marks=[pytest.mark.slow] if place > 1 and case is not a_module else [])
+        pytest.param(case, knobs, marks=marks.get(place, []) if case is not a_module else [])
         for case in CASES
         for place, knobs in enumerate(KNOBS)
     ]
@@ -56,6 +57,7 @@ def test_everything_is_as_with_the_plain_loop(case: Case, knobs: dict[str, Any])
     same(case(partial(lt.checkpointed_for_loop, **knobs)), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_are_those_of_the_plain_loop(options: dict[str, Any]) -> None:
     expected = a_module(partial(transform.for_loop, **options))
@@ -68,6 +70,7 @@ def test_the_plain_loops_are_brainstates() -> None:
     same(a_module(lt.for_loop), plain(a_module))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knobs", KNOBS[:2], ids=str)
 def test_scans_with_a_carry_in_units(knobs: dict[str, Any]) -> None:
     def outcome(scan: Any) -> Any:
@@ -83,7 +86,7 @@ def test_scans_with_a_carry_in_units(knobs: dict[str, Any]) -> None:
             return (ys / (u.mV * u.mA)).sum() + (current / u.mA).sum(), count
 
         xs = {"a": inputs(3) * u.mA, "b": inputs(3) * 2 * u.mA}
-        return transform.grad(loss, {"w": cell.w}, argnums=0, has_aux=True)(xs), cell.seen()
+        return quick(transform.grad(loss, {"w": cell.w}, argnums=0, has_aux=True))(xs), cell.seen()
 
     same(outcome(partial(lt.checkpointed_scan, **knobs)), outcome(transform.scan))
 
@@ -120,6 +123,7 @@ def test_no_steps(knobs: dict[str, Any]) -> None:
     same(cell.seen(), other.seen())
 
 
+@pytest.mark.long
 def test_results_without_jit_are_the_same() -> None:
     with jax.disable_jit():
         found = without_gradients(lt.checkpointed_for_loop)
@@ -145,6 +149,7 @@ def test_outputs_with_units_are_folded(reduce: str) -> None:
     same(cell.seen(), other.seen())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knobs", KNOBS[:2], ids=str)
 def test_forward_mode_and_second_derivatives(knobs: dict[str, Any]) -> None:
     def along(scan: Any) -> Any:
@@ -153,12 +158,13 @@ def test_forward_mode_and_second_derivatives(knobs: dict[str, Any]) -> None:
         def loss(scale: Any) -> Any:
             return scan(lambda c, x: (jnp.sin(c * w.value + scale * x), c.sum()), jnp.ones(2), inputs(2))[0].sum()
 
-        hessian = transform.hessian(lambda: loss(1.0), {"w": w})()
-        return hessian, transform.jvp(loss, (0.5,), (1.0,))
+        hessian = quick(transform.hessian(lambda: loss(1.0), {"w": w}))()
+        return hessian, quick(lambda: transform.jvp(loss, (0.5,), (1.0,)))()
 
     same(along(partial(lt.checkpointed_scan, **knobs)), along(transform.scan))
 
 
+@pytest.mark.long
 def test_plans() -> None:
     cell = Cell()
     before = cell.seen()

@@ -31,6 +31,7 @@ def test_the_list_is_the_folder(lowtide: Runner) -> None:
     assert lowtide("bench", "--list", "planners")[1].count("\n") == 1
 
 
+@pytest.mark.long
 def test_planners(lowtide: Runner) -> None:
     code, out, _ = lowtide("bench", "planners", "planners", "--quick", "--json", "found.json")
     assert code == 0
@@ -78,6 +79,7 @@ def test_what_cannot_be_run(lowtide: Runner, arguments: list[str], why: str) -> 
     assert why in lowtide.refused("bench", *arguments)
 
 
+@pytest.mark.long
 def test_in_a_terminal_that_knows_ascii_alone(lowtide: Runner) -> None:
     """The benchmark prints more than ASCII, and so does the table elsewhere."""
     code = "from lowtide.cli import main; main(['bench', 'planners', '--quick', '--json', 'new/found.json'])"
@@ -173,6 +175,7 @@ def stoppable() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("stoppable")
 def test_ctrl_c(lowtide: Runner) -> None:
     """As a shell does it: the signal reaches the command and the benchmark that it runs."""

@@ -176,6 +176,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--budget" in out
 
 
+@pytest.mark.long
 def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = run(capsys, "demo", "--quick", "--only", "paper", "--output", str(tmp_path))
     assert code == 0

@@ -35,6 +35,7 @@ def test_text_and_page(saved: Runner) -> None:
     assert 'id="data"' in page.read_text()
 
 
+@pytest.mark.long
 def test_everything_at_once(saved: Runner) -> None:
     code, out, err = saved(
         "report", "plan.json", "--receipt", "receipt.json", "--output", "new/page.html", "--figure", "more/plan.svg",

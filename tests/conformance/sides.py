@@ -13,6 +13,7 @@ import torch
 
 import lowtide.jax
 import lowtide.torch
+from tests.jax.networks import quick
 
 Gradients = list[np.ndarray[Any, np.dtype[np.float64]]]
 
@@ -35,7 +36,7 @@ def _by_torch(fn: Callable[..., Any], arrays: list[Any]) -> tuple[float, Gradien
 
 def _by_jax(fn: Callable[..., Any], arrays: list[Any]) -> tuple[float, Gradients]:
     with jax.enable_x64():
-        loss, grads = jax.jit(jax.value_and_grad(fn, tuple(range(len(arrays)))))(*map(jnp.asarray, arrays))
+        loss, grads = quick(jax.value_and_grad(fn, tuple(range(len(arrays)))))(*map(jnp.asarray, arrays))
         return float(loss), [np.asarray(grad) for grad in grads]
 
 

@@ -60,6 +60,7 @@ WAYS = (
 PATHS = st.from_regex(r"[a-z_0-9]{1,8}(\.[a-z_0-9]{1,8}){0,2}", fullmatch=True)
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.text(max_size=9), WAYS), max_size=4))
 def test_json_is_read_as_it_was_written(ways: list[tuple[str, Way]]) -> None:
     form = Form(tuple(ways))

@@ -63,6 +63,7 @@ def completions() -> dict[str, tuple[str, str]]:
     return {name.strip(): (shown.strip(), public.strip()) for name, shown, public in lines}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODULES)
 def test_tab_completion_shows_the_public_names_and_no_others(name: str) -> None:
     shown, public = completions()[name]

@@ -58,6 +58,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     return Shown(rows, printed(screen), [str(each.message) for each in caught], output)
 
 
+@pytest.mark.long
 def test_every_example_has_plain_the_usual_tool_and_lowtide(shown: Shown) -> None:
     assert list(dict.fromkeys(row.example for row in shown.rows)) == list(NAMES)
     for name in NAMES:
@@ -136,6 +137,7 @@ def test_the_index_links_to_all_and_fetches_nothing(shown: Shown) -> None:
     assert "prefers-color-scheme: dark" in page
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_index_on_a_telephone(shown: Shown, scheme: Literal["light", "dark"]) -> None:
     with chromium() as browser:
@@ -154,6 +156,7 @@ def test_the_index_on_a_telephone(shown: Shown, scheme: Literal["light", "dark"]
         assert page.evaluate("document.querySelector('img').getBoundingClientRect().right") <= 390
 
 
+@pytest.mark.long
 def test_the_gradients_are_worth_comparing() -> None:
     """A silent network has zeros, which are the same in every way."""
     for name in ("spiking_torch", "spiking_jax", "spiking_brainstate", "segments", "heavy"):
@@ -163,6 +166,7 @@ def test_the_gradients_are_worth_comparing() -> None:
         assert all(np.any(np.asarray(gradient)) for gradient in gradients), name
 
 
+@pytest.mark.long
 def test_only_some(tmp_path: Path) -> None:
     rows = run(console(), tmp_path, quick=True, only=["heavy"])
     assert {row.example for row in rows} == {"heavy"}
@@ -195,6 +199,7 @@ def test_a_package_that_is_missing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_the_rest_goes_on_without_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
     screen = console()

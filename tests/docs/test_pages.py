@@ -17,6 +17,17 @@ import pytest
 from tests.docs.pages import DOCS, ROOT, Reader, blocks, matches, name_of, pages, told
 
 PAGES = {name_of(page): page for page in pages()}
+SHORT = {  # the pages that run in less than a second
+    "benchmarks",
+    "coming_from/torch_checkpoint",
+    "howto/inputs",
+    "howto/lightning",
+    "ideas/chain_and_tape",
+    "ideas/lean_tape",
+    "ideas/optimal_plans",
+    "ideas/peak",
+    "index",
+}
 # Every public function whose arguments the page of knobs lists; those of packages come from their `__all__`.
 PACKAGES = (
     "lowtide.torch",
@@ -40,7 +51,13 @@ MORE = (
 RESULTS = {"A100", "Batch", "Comparison", "H100", "LeanPoint", "RTX4090", "Recording", "Story", "View", "tell"}
 
 
-@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if list(told(page))])
+def followed() -> list[Any]:
+    """The pages with code; most of them take some seconds."""
+    with_code = [name for name, page in PAGES.items() if list(told(page))]
+    return [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in with_code]
+
+
+@pytest.mark.parametrize("name", followed())
 def test_its_code_runs_and_prints_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")  # what is drawn for a terminal is as wide as that
@@ -88,6 +105,7 @@ class _Page(HTMLParser):
             self.loaded.append(target)
 
 
+@pytest.mark.long
 def test_it_is_built_without_warnings_its_links_lead_somewhere_and_it_loads_nothing_from_elsewhere(
     tmp_path: Path,
 ) -> None:

@@ -19,6 +19,7 @@ def test_it_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
+@pytest.mark.long
 def test_its_python_runs_and_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

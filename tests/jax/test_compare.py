@@ -25,6 +25,7 @@ def _loss(p: Any, h: Any, *, xs: Any = None) -> Any:
     return lt.checkpointed_scan(step, h, xs, 60, checkpoints=4)[0]
 
 
+@pytest.mark.long
 def test_it_compares_every_argument() -> None:
     found = lt.compare_gradients(_loss, {"w": jnp.eye(8) / 2}, jnp.ones((16, 8)), xs=jnp.ones((60, 16, 8)))
     assert [row.name for row in found.rows] == [
@@ -39,6 +40,7 @@ def test_it_compares_every_argument() -> None:
     assert "of temporaries" in str(found)
 
 
+@pytest.mark.long
 def test_a_jitted_function_is_traced_anew_and_stays_what_it_was() -> None:
     fn = jax.jit(_loss)
     args = ({"w": jnp.eye(64) / 2}, jnp.ones((64, 64)))
@@ -103,6 +105,7 @@ def test_a_while_loop_has_nothing_to_be_compared_with() -> None:
     check_grads(_root, (9.0,), order=1, modes=["rev"], rtol=1e-2)  # as it says
 
 
+@pytest.mark.long
 def test_the_bounded_loop_is_compared() -> None:
     def root(a: Any) -> Any:
         def step(carry: Any, _: Any) -> Any:

@@ -135,6 +135,7 @@ def test_every_argument_is_described(name: str) -> None:
     assert [argument for argument in PARAMETERS[name] if f"\n    {argument}: " not in text] == []
 
 
+@pytest.mark.long
 def test_importing_it_brings_in_no_other_framework_and_nothing_to_draw_with() -> None:
     unwanted = ["torch", "matplotlib", "rich", "typer", "tqdm", "brainstate", "brainunit", "saiunit", "equinox", "flax"]
     code = f"import sys, lowtide.jax; print([name for name in {unwanted} if name in sys.modules])"
@@ -142,6 +143,7 @@ def test_importing_it_brings_in_no_other_framework_and_nothing_to_draw_with() ->
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.long
 def test_importing_it_asks_for_no_device() -> None:
     """So that whoever imports it can still say how many there are."""
     code = "import lowtide.jax, jax; jax.config.update('jax_num_cpu_devices', 3); print(len(jax.devices()))"

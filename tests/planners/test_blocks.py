@@ -41,6 +41,7 @@ def judged(chain: Chain, points: tuple[FrontierPoint, ...]) -> list[object]:
     return [(bill.peak_memory, pytest.approx(bill.seconds - chain.plain_seconds, abs=1e-9)) for bill in bills]
 
 
+@pytest.mark.long
 @settings(max_examples=200)
 @given(chains(most=6))
 def test_the_frontier_is_that_of_all_choices(chain: Chain) -> None:
@@ -89,6 +90,7 @@ def test_fewer_points_promise_only_what_they_keep(chain: Chain, most: int) -> No
         assert extra >= next(point.extra for point in exact if point.peak <= peak)
 
 
+@pytest.mark.long
 def test_many_blocks_with_long_menus() -> None:
     """More pairs than are kept: all of them are promises, and little is lost to twice as many."""
     chain = transformer(200, 12, seed=1)
@@ -158,6 +160,7 @@ def test_the_budget_error_gives_a_way_out() -> None:
         choose_blocks(chain, 1, ways="take a smaller model")
 
 
+@pytest.mark.long
 @given(chains(most=6), st.integers(0, 40), st.integers(0, 5))
 def test_the_choice_keeps_the_peak_and_no_other_that_does_is_faster(chain: Chain, more: int, margin: int) -> None:
     asked = least_peak(chain) + margin + more

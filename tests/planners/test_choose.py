@@ -152,6 +152,7 @@ def test_planners_that_keep_whole_tapes_need_not_know_what_smaller_ones_take() -
     assert list(frontier(Chain.equal(menu, 3), points=3))[-1].knob.value == 63
 
 
+@pytest.mark.long
 @given(chains(most=5), st.integers(0, 60))
 def test_plans_keep_the_budget_and_pass_the_judge(chain: Chain, more: int) -> None:
     plan = choose(chain, least_budget(chain) + more)
@@ -159,6 +160,7 @@ def test_plans_keep_the_budget_and_pass_the_judge(chain: Chain, more: int) -> No
     assert simulate(plan) == plan.bill
 
 
+@pytest.mark.long
 @given(chains(most=7))
 def test_without_a_knob_no_step_runs_more_than_one_extra_time(chain: Chain) -> None:
     plan = choose(chain)

@@ -127,6 +127,7 @@ def on_an_edge(hull: list[Point], point: Point) -> bool:
     return point in hull or any(a[0] > point[0] > b[0] and rises(a, point, b) == 0 for a, b in itertools.pairwise(hull))
 
 
+@pytest.mark.long
 @settings(max_examples=250)
 @given(graphs(most=6))
 def test_the_frontier_is_the_hull_of_all_choices(graph: Graph) -> None:
@@ -175,6 +176,7 @@ def cheapest_by_linear_program(graph: Graph, price: float) -> float:
     return float(solved.fun) * unit
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("needed", [0.02, 0.5])
 def test_two_thousand_operations(needed: float) -> None:
     graph = random_graph(2000, 3, needed=needed)

@@ -14,8 +14,8 @@ from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.equal import Uniform, capacities, least_memory, one_sweep_memory, uniform_least, uniform_within
 from lowtide.planners.revolve import plain_runs
 from lowtide.simulate import simulate
+from tests.planners.checkpoint_schedules_runs import peer_plain_runs
 from tests.planners.exhaustive import Step, cheapest
-from tests.planners.peers import peer_plain_runs
 from tests.planners.strategies import in_words_of_search, step_costs
 
 
@@ -202,6 +202,7 @@ def test_no_schedule_is_faster_whatever_the_working_set(
         assert choose(chain, budget).bill.seconds == least
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(step_costs(), st.integers(1, 80), st.integers(0, 120))
 def test_every_form_keeps_the_budget(step: StepCost, length: int, more: int) -> None:

@@ -25,6 +25,7 @@ def test_base_costs_what_it_promises(length: int, base: int, adv: int, tap: int,
     assert bill.peak_memory <= min(base, length) * 11 + -(-length // base) * 3 + working
 
 
+@pytest.mark.long
 @given(chains(most=12), st.integers(1, 13))
 def test_base_over_unequal_steps(chain: Chain, base: int) -> None:
     bill = Base(base).bill(chain)
@@ -50,6 +51,7 @@ def is_least_of_all_sweeps(chain: Chain) -> None:
     assert least_sweep(chain).bill(chain).peak_memory == min(peaks)
 
 
+@pytest.mark.long
 @given(chains(most=4))
 def test_least_sweep_is_the_least_of_all_sweeps(chain: Chain) -> None:
     is_least_of_all_sweeps(chain)

@@ -23,6 +23,7 @@ def test_no_schedule_over_two_tiers_is_faster(length: int, write: float, read: f
     is_fastest(length, write, read)
 
 
+@pytest.mark.long
 def test_no_schedule_of_four_steps_over_two_tiers_is_faster() -> None:
     is_fastest(4, 1.0, 0.25)
 
@@ -81,6 +82,7 @@ def test_periods_come_close_to_the_exact_table(trip: float) -> None:
     assert best <= periodic <= 1.1 * best
 
 
+@pytest.mark.long
 def test_long_chains_get_a_period() -> None:
     chain, disk = Chain.equal(StepCost(1, 5, 1.0, 0.0), 10**6), Disk(5.0, 5.0)
     plan = choose(chain, 60, disk=disk)
@@ -88,7 +90,10 @@ def test_long_chains_get_a_period() -> None:
     assert plan.schedule.period == 12  # the disk is as fast as ten runs: tape each stretch from its snapshot
     assert plan.bill.peak_memory <= 60
     assert plan.bill.seconds < Uniform(60).bill(chain).seconds
-    # Memory for a single tape leaves a snapshot on disk for every step.
+
+
+def test_memory_for_a_single_tape_leaves_a_snapshot_on_disk_for_every_step() -> None:
+    chain, disk = Chain.equal(StepCost(1, 5, 1.0, 0.0), 10**6), Disk(5.0, 5.0)
     assert two_tiers(chain, 5, disk) == Tiers(5, disk, 1)
 
 

@@ -31,6 +31,7 @@ def planned_seconds(chain: Chain, budget: int) -> float:
     return bill.seconds
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(chains(most=4), st.integers(2, 45))
 def test_no_persistent_schedule_is_faster(chain: Chain, budget: int) -> None:
@@ -44,6 +45,7 @@ def test_no_persistent_schedule_is_faster_on_five_steps(chain: Chain, budget: in
     assert planned_seconds(chain, budget) == cheapest(in_words_of_search(chain), budget, persistent=True)
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(chains(most=4), st.integers(0, 30))
 def test_levels_of_one_byte_are_exact(chain: Chain, more: int) -> None:
@@ -54,6 +56,7 @@ def test_levels_of_one_byte_are_exact(chain: Chain, more: int) -> None:
     assert bill.seconds == cheapest(in_words_of_search(chain), budget, persistent=True)
 
 
+@pytest.mark.long
 @given(chains(most=7))
 def test_the_least_of_long_chains_is_that_of_the_staircases(chain: Chain) -> None:
     peak, decisions = unequal._smallest(chain)
@@ -65,6 +68,7 @@ def random_chain(rng: random.Random, length: int) -> Chain:
     return Chain.of(StepCost(a, a + rng.randint(0, 4), float(rng.randint(1, 4)), 0.0) for a in states)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [60, pytest.param(250, marks=pytest.mark.slow)])
 def test_the_gap_to_unrestricted_schedules(count: int, record_property: Callable[[str, object], None]) -> None:
     """Schedules that drop something early and make it again can win: how often, and by how much, is printed."""
@@ -87,6 +91,7 @@ def test_the_gap_to_unrestricted_schedules(count: int, record_property: Callable
     assert max(ratios) < 1.25
 
 
+@pytest.mark.long
 @given(chains(most=5))
 def test_the_least_budget_works_and_a_byte_less_does_not(chain: Chain) -> None:
     least = unequal.least(chain)
@@ -98,6 +103,7 @@ def test_the_least_budget_works_and_a_byte_less_does_not(chain: Chain) -> None:
 megabytes = st.sampled_from([1, 2, 1000, 2**20, 2**20 + 1, 2**26, 2**26 + 1])
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(st.lists(st.tuples(megabytes, megabytes, st.integers(1, 4)), min_size=2, max_size=5), st.floats(0, 1))
 def test_no_persistent_schedule_is_faster_in_megabytes(sizes: list[tuple[int, int, int]], share: float) -> None:
@@ -154,6 +160,7 @@ def test_a_budget_that_rounding_would_miss_is_still_met() -> None:
     assert unequal.by_levels(bare, unequal.least(bare), levels=2).bill(bare).peak_memory == unequal.least(bare)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [50, 230])
 def test_long_chains(length: int) -> None:
     """Beyond 48 steps there are levels, beyond 200 neighbours are joined; what fits is kept, to the last byte."""
@@ -217,8 +224,12 @@ def test_levels_come_close_with_menus(share: float) -> None:
     assert exact.seconds <= levels.seconds <= 1.01 * exact.seconds
 
 
-@pytest.mark.parametrize("length", [60, 230])
-def test_menus_of_long_chains_are_used(length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "most"), [(60, 40), *(pytest.param(n, None, marks=pytest.mark.long) for n in (60, 230))]
+)
+def test_menus_of_long_chains_are_used(length: int, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chains with more steps than are looked at one by one, neighbours are joined."""
+    monkeypatch.setattr(unequal, "MOST_STEPS", most or unequal.MOST_STEPS)
     whole = Chain.of([StepCost(1000, 100_000 + 17 * k, working=Working(backward=500)) for k in range(length)])
     menus = with_forms(whole, 3)
     chain = Chain.of([menus[k] if k % 5 else whole[k] for k in range(length)])  # joined steps may differ in their forms

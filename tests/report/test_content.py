@@ -225,6 +225,7 @@ def test_a_plan_without_a_budget_stands_where_its_peak_is() -> None:
     assert story.fits
 
 
+@pytest.mark.long
 def test_plans_with_disk_or_rooms_are_among_their_own_kind() -> None:
     disk = Disk(1e-3, 1e-3)
     for view in tell(choose(ROLLOUT, "5%", disk=disk), points=4).views:

@@ -62,6 +62,7 @@ def story(request: pytest.FixtureRequest) -> Story:
     return tell(PLANS[request.param], points=5, measured=[Mark(HOSTILE, 70_000, 1.2)])
 
 
+@pytest.mark.long
 def test_three_panels_and_no_label_on_another(story: Story) -> None:
     made = figure(story)
     made.draw_without_rendering()
@@ -85,6 +86,7 @@ def test_three_panels_and_no_label_on_another(story: Story) -> None:
     assert not any(above and below and overlap(above, below) for above, below in combinations(boxes, 2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".PNG", b"\x89PNG")]
 )
@@ -164,6 +166,7 @@ def test_every_mark_with_a_name_has_a_marker_of_its_own(count: int) -> None:
     assert {line.get_marker() for line in unnamed} <= {"."}
 
 
+@pytest.mark.long
 def test_a_long_legend_makes_the_figure_higher_and_no_panel_smaller() -> None:
     few = figure(tell(PLANS["base"], points=4))
     marks = [Mark(f"try {k} of something with a long name", 100_000 + 9 * k, 1.2) for k in range(30)]

@@ -158,6 +158,7 @@ def test_a_million_steps_are_a_few_hundred_columns() -> None:
     assert timeline.tally.stretches == ()
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 120), st.integers(1, 9), st.integers(0, 9), st.integers(0, 5))
 def test_every_frontier_can_be_played(length: int, state: int, more: int, working: int) -> None:

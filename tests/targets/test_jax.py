@@ -58,6 +58,7 @@ def planned(run: Runner, *arguments: str) -> Plan:
     return Plan.from_json(out)
 
 
+@pytest.mark.long
 def test_a_loop_that_a_function_returns(nets: Runner) -> None:
     plan = planned(nets, "jnets:make", "--budget", "8KiB")
     assert len(plan.chain) == 50

@@ -125,6 +125,7 @@ def test_the_tape_of_a_plain_loop_grows_by_the_same_bytes_each_step() -> None:
     assert [held(steps) for steps in (1, 5, 9)] == [256, 5 * 256, 9 * 256]
 
 
+@pytest.mark.long
 def test_memory_held_by_cycles_counts_until_it_is_collected() -> None:
     gc.collect()
     with measure.peak() as memory:

@@ -139,6 +139,7 @@ def test_every_argument_is_described(name: str) -> None:
     assert [argument for argument in PARAMETERS[name] if f"\n    {argument}: " not in text] == []
 
 
+@pytest.mark.long
 def test_importing_it_brings_in_no_other_framework_and_nothing_to_draw_with() -> None:
     unwanted = ["jax", "matplotlib", "rich", "typer", "snntorch", "spikingjelly", "brainstate"]
     code = f"import sys, lowtide.torch; print([name for name in {unwanted} if name in sys.modules])"

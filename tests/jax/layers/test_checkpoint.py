@@ -16,6 +16,7 @@ import lowtide.jax as lt
 from lowtide.errors import InputError
 
 
+@pytest.mark.long
 def test_the_tape_is_not_kept() -> None:
     def deep(x: Any) -> Any:
         for _ in range(20):
@@ -111,6 +112,7 @@ def test_effects_and_comparing() -> None:
     assert lt.compare_gradients(lambda x: lt.checkpoint(noisy)(x).sum(), WEIGHTS).same
 
 
+@pytest.mark.long
 def test_a_rerun_waits_until_it_is_needed() -> None:
     """Four parts of four layers, batch 4096, width 64: a quarter of the layers' tapes at a time."""
     weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 16
@@ -133,6 +135,7 @@ def test_a_rerun_waits_until_it_is_needed() -> None:
     assert bytes_of(lt.checkpoint) <= 0.55 * bytes_of(jax.checkpoint)
 
 
+@pytest.mark.long
 def test_rows_that_a_loop_writes_are_not_made_before_it_runs() -> None:
     """Four loops of three steps: the tape of one of them at a time, and what the others start from."""
     weights = [jax.ShapeDtypeStruct((12, 12), jnp.float32)] * 4

@@ -28,7 +28,7 @@ from lowtide.jax.xla import compiled as looked_at
 from lowtide.plan import Knob
 from lowtide.planners.choose import choose
 from lowtide.planners.unequal import Hetero
-from tests.jax.networks import draw
+from tests.jax.networks import draw, quick
 
 WIDTHS = (12, 30, 7, 22, 22, 5, 16, 9)
 BATCH = 4096
@@ -78,7 +78,7 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 def gradients(run: Callable[[Any, Any], Any], params: Any, x: Any) -> Any:
-    return jax.value_and_grad(lambda params, x: jnp.sum(jnp.sin(run(params, x))), (0, 1))(params, x)
+    return quick(jax.value_and_grad(lambda params, x: jnp.sum(jnp.sin(run(params, x))), (0, 1)))(params, x)
 
 
 RUNS: dict[str, Callable[..., Any]] = {
@@ -94,6 +94,7 @@ RUNS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", RUNS)
 def test_gradients_are_those_of_the_plain_calls(name: str) -> None:
@@ -104,7 +105,9 @@ def test_gradients_are_those_of_the_plain_calls(name: str) -> None:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["none", "least", "3"])
-@pytest.mark.parametrize("how", ["jit", "vmap", "vmapped gradient", "jvp", "hessian", "gradient of a gradient"])
+@pytest.mark.parametrize(
+    "how", ["eager", "jit", "vmap", "vmapped gradient", "jvp", "hessian", "gradient of a gradient"]
+)
 def test_every_transform(how: str, name: str) -> None:
     params, x = mlp((4, 5, 3, 4)), draw(50, 6, 4)
 
@@ -114,23 +117,26 @@ def test_every_transform(how: str, name: str) -> None:
     def taken(run: Callable[..., Any]) -> Any:
         f = loss(run)
         match how:
+            case "eager":
+                return jax.grad(f, (0, 1))(params, x)
             case "jit":
-                return jax.jit(jax.grad(f, (0, 1)))(params, x)
+                return quick(jax.grad(f, (0, 1)))(params, x)
             case "vmap":
-                return jax.grad(lambda params: jax.vmap(lambda row: f(params, row[None]))(x).sum())(params)
+                return quick(jax.grad(lambda params: jax.vmap(lambda row: f(params, row[None]))(x).sum()))(params)
             case "vmapped gradient":
-                return jax.vmap(jax.grad(f, (0, 1)), (None, 0))(params, x[:, None])
+                return quick(jax.vmap(jax.grad(f, (0, 1)), (None, 0)))(params, x[:, None])
             case "jvp":
-                return jax.jvp(f, (params, x), (params, x))
+                return quick(lambda *given: jax.jvp(f, given, given))(params, x)
             case "hessian":
-                return jax.hessian(lambda x: f(params, x))(x[:1])
+                return quick(jax.hessian(lambda x: f(params, x)))(x[:1])
             case _:
                 inner = jax.grad(lambda x: f(params, x))
-                return jax.grad(lambda x: jnp.sum(inner(x) ** 2))(x)
+                return quick(jax.grad(lambda x: jnp.sum(inner(x) ** 2)))(x)
 
     close(taken(RUNS[name]), taken(plain))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_modules_of_equinox() -> None:
     keys = jax.random.split(jax.random.key(0), 4)
@@ -149,6 +155,7 @@ def test_modules_of_equinox() -> None:
     assert isinstance(lt.plan_sequential(shapes.layers, jax.ShapeDtypeStruct((3,), x.dtype)), Plan)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["least", "3"])
 def test_pytrees_closures_and_several_types_between_layers(name: str) -> None:
@@ -238,6 +245,7 @@ def deep(function: Any, widths: Any) -> tuple[list[Any], Any]:
     return rows_of(weights_of(widths), function), shape(BATCH, widths[0])
 
 
+SMALL = rows_of(weights_of((32, 32, 32)), gelu), shape(64, 32)
 NETWORKS: dict[str, tuple[list[Any], Any]] = {
     "tanh": deep(dense, UNEQUAL[6:]),
     "gelu": deep(gelu, UNEQUAL[8:]),
@@ -278,6 +286,11 @@ def check_budgets(rows: Any, x: Any, record_property: Any, ways: Any = (False,))
         assert 0.99 * max(found) <= predicted <= budget
 
 
+def test_budgets_of_a_small_network_are_kept(record_property: Any) -> None:
+    check_budgets(*SMALL, record_property)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", NETWORKS)
 def test_budgets_are_kept_by_the_compiled_program(name: str, record_property: Any) -> None:
     check_budgets(*NETWORKS[name], record_property)
@@ -289,12 +302,13 @@ def test_more_budgets_are_kept_as_users_compile(name: str, record_property: Any)
     check_budgets(*SLOW_NETWORKS[name], record_property, (False, True))
 
 
-def test_without_a_budget_bytes_are_estimated(record_property: Any) -> None:
-    for name, (rows, x) in NETWORKS.items():
-        predicted = lt.plan_sequential(rows, x).bill.peak_memory
-        found = taken(lt.sequential, rows, x, of_x=False)
-        record_property("figure", f"{name}: {predicted:,} B predicted, {found:,} B compiled")
-        assert found / 1.6 <= predicted <= 1.5 * found
+@pytest.mark.parametrize("name", NETWORKS)
+def test_without_a_budget_bytes_are_estimated(name: str, record_property: Any) -> None:
+    rows, x = NETWORKS[name]
+    predicted = lt.plan_sequential(rows, x).bill.peak_memory
+    found = taken(lt.sequential, rows, x, of_x=False)
+    record_property("figure", f"{name}: {predicted:,} B predicted, {found:,} B compiled")
+    assert found / 1.6 <= predicted <= 1.5 * found
 
 
 @pytest.fixture
@@ -312,6 +326,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+@pytest.mark.long
 def test_a_plan_is_compiled_once(compiled: list[Any]) -> None:
     params, x = mlp((12, 30, 7)), draw(1, 64, 12)
     budget = least_of(rows_of(params), x) * 3 // 2
@@ -331,6 +346,7 @@ def test_a_plan_is_compiled_once(compiled: list[Any]) -> None:
     assert len(compiled) > count
 
 
+@pytest.mark.long
 def test_nothing_is_compiled_without_a_budget(compiled: list[Any]) -> None:
     params, x = mlp(), draw(1, 11, 12)
     lt.sequential(rows_of(params), x, plan=lt.plan_sequential(rows_of(params), x))
@@ -339,6 +355,7 @@ def test_nothing_is_compiled_without_a_budget(compiled: list[Any]) -> None:
     assert not compiled
 
 
+@pytest.mark.long
 def test_what_is_remembered_is_bounded_and_holds_no_model(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looked_at, "_bytes", known := Cache[int](3))
     weights = jnp.ones((3, 3))
@@ -378,6 +395,7 @@ def test_layers_that_talk_to_others_are_planned_by_estimate(compiled: list[Any])
     assert not compiled
 
 
+@pytest.mark.long
 def test_less_memory_than_plain_and_than_jax_checkpoint() -> None:
     params, x = weights_of((128,) * 17), shape(BATCH, 128)
     found = compiled_bytes(lt.sequential, gelu, params, x)
@@ -395,6 +413,7 @@ def test_one_byte_less_than_the_least_is_refused() -> None:
     assert (caught.value.budget, caught.value.least) == (least - 1, least)
 
 
+@pytest.mark.long
 def test_tapes_that_fit_into_gradients_are_kept() -> None:
     """Weights are much larger than states, and until their gradients are there, tapes take their room."""
     rows, x = rows_of(weights_of((256,) * 7)), shape(8, 256)
@@ -447,6 +466,7 @@ def test_layers_that_need_no_input_are_one_step_with_the_one_before() -> None:
     assert plan.chain.name(len(params) - 1) == "layers 12 to 14"
 
 
+@pytest.mark.long
 def test_planning_is_the_same_every_time_and_needs_types_only() -> None:
     params, x = mlp(), draw(1, 11, 12)
     plans = [lt.plan_sequential(rows_of(params), x, budget="100%") for _ in range(2)]
@@ -460,6 +480,7 @@ def _over(run: Callable[..., Any], params: Any, x: Any) -> Any:
     return run(rows_of(params), x)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("knob", [{"budget": 40}, {"budget": 60}, {"checkpoints": 3}, {"base": 3}, {}], ids=str)
 def test_plans_of_any_planner_can_be_followed(knob: Any) -> None:
@@ -498,6 +519,7 @@ def test_what_is_empty_has_gradients_too() -> None:
     assert grads.shape == (0, 4)
 
 
+@pytest.mark.long
 def test_ranges_in_ranges_forty_deep() -> None:
     # Each range but for its last layer is run again.
     order = tuple(n for pair in zip(range(39, 0, -1), [0] * 39, strict=True) for n in pair)
@@ -517,7 +539,7 @@ def test_a_part_of_the_results_that_nobody_reads() -> None:
 
 
 def test_comparing_runs_the_layers_plainly() -> None:
-    params, x = mlp(), draw(1, 11, 12)
+    params, x = mlp(WIDTHS[:4]), draw(1, 11, 12)
     for run in (lt.sequential, lambda rows, x: lt.checkpoint_sequential(rows, 2, x)):
         found = lt.compare_gradients(lambda params, run=run: run(rows_of(params), x), params)
         assert found.same

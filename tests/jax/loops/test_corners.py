@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 import lowtide.jax as lt
 from lowtide import FunctionError, InputError
 from lowtide.jax.loops.step import as_lax_says
+from tests.jax.networks import quick
 
 KNOBS: list[dict[str, Any]] = [{}, {"base": 3}, {"checkpoints": 2}]
 
@@ -24,6 +25,7 @@ def _loss(w: Any, xs: Any, scan: Any = lt.checkpointed_scan, **knobs: Any) -> An
     return jnp.sin(carry).sum() + jnp.square(ys).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_nothing_is_left_behind(knobs: dict[str, Any]) -> None:
     def run(value: float) -> None:
@@ -39,17 +41,19 @@ def test_nothing_is_left_behind(knobs: dict[str, Any]) -> None:
     assert sum(array.nbytes for array in jax.live_arrays()) <= before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_the_checks_of_jax_pass(knobs: dict[str, Any]) -> None:
     w, xs = jnp.ones(3), jnp.ones((7, 3))
     with jax.checking_leaks():
-        jax.jit(jax.grad(lambda w, xs: _loss(w, xs, **knobs)))(w, xs)
+        quick(jax.grad(lambda w, xs: _loss(w, xs, **knobs)))(w, xs)
         jax.grad(jax.jit(lambda w, xs: _loss(w, xs, **knobs)))(w, xs)
-        jax.jit(lambda w, xs: _loss(w, xs, **knobs))(w, xs)
+        quick(lambda w, xs: _loss(w, xs, **knobs))(w, xs)
     with jax.enable_checks(True):
-        jax.jit(jax.grad(lambda w, xs: _loss(w, xs, **knobs)))(w, xs)
+        quick(jax.grad(lambda w, xs: _loss(w, xs, **knobs)))(w, xs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_a_gradient_that_ignores_its_cotangent(knobs: dict[str, Any]) -> None:
     @jax.custom_vjp
@@ -105,7 +109,7 @@ def test_a_fold_under_shard_map(knobs: dict[str, Any]) -> None:
 
         specs: Any = {"in_specs": (PartitionSpec(), PartitionSpec("d")), "out_specs": PartitionSpec("d")}
         mapped: Any = jax.shard_map(one, mesh=mesh, **specs)
-        return jax.jit(jax.grad(lambda w: mapped(w, xs).sum()))(w)
+        return quick(jax.grad(lambda w: mapped(w, xs).sum()))(w)
 
     assert jnp.allclose(gradient(lt.checkpointed_scan, reduce="sum", **knobs), gradient(lax.scan))
 
@@ -135,13 +139,14 @@ def test_true_outputs_are_counted(knobs: dict[str, Any]) -> None:
         lt.checkpointed_for_loop(lambda x: x > 0, jnp.ones(4), reduce="mean", **knobs)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_a_gradient_of_a_tangent() -> None:
     """It needs base=, unless the loop's own values do not matter."""
     w, xs = jnp.full(3, 0.5), jnp.ones((7, 3))
 
     def second(scan: Any, **knobs: Any) -> Any:
-        return jax.grad(lambda w: jax.jvp(lambda w: _loss(w, xs, scan, **knobs), (w,), (w,))[1])(w)
+        return quick(jax.grad(lambda w: jax.jvp(lambda w: _loss(w, xs, scan, **knobs), (w,), (w,))[1]))(w)
 
     assert jnp.allclose(second(lt.checkpointed_scan, base=3), second(lax.scan), rtol=1e-12)
     with pytest.raises(FunctionError, match="base="):

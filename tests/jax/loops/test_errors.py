@@ -177,6 +177,7 @@ def test_what_gradients_cannot_be_of(wrt: Any) -> None:
     refused(InputError, r'wrt=.*"closure", "init", "xs"', lt.plan_scan, step, H0, XS, wrt=wrt)
 
 
+@pytest.mark.long
 def test_a_budget_too_small_says_what_works_and_that_works() -> None:
     told: list[int] = []
 

@@ -59,6 +59,7 @@ def test_a_carry_may_begin_as_a_number(loop: Any, options: dict[str, Any], init:
         ]
 
 
+@pytest.mark.long
 @every_knob
 def test_a_gradient_through_a_carry_that_begins_as_a_number(options: dict[str, Any]) -> None:
     def run(loop: Any, w: Any, **options: Any) -> Any:
@@ -169,6 +170,7 @@ def test_unrolled_as_far_as_it_goes(options: dict[str, Any], length: int) -> Non
         assert differences(flat(expected), flat(found), within=1e-5) == []
 
 
+@pytest.mark.long
 @every_knob
 def test_loops_without_a_carry(options: dict[str, Any]) -> None:
     def f(x: Any, more: Any) -> Any:

@@ -67,6 +67,7 @@ def plan_of(n: int, length: int, **options: Any) -> Plan:
     return lt.plan_scan(lambda carry, x: step(weights, carry, x), state_of(n), xs, reduce="mean", **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("length", "share"), [(400, 1 / 10), (4000, 1 / 25)])
 def test_without_a_knob_it_is_a_small_share_of_plain(length: int, share: float, record_property: Any) -> None:
     plain = compiled_bytes(lax.scan, 256, length)
@@ -78,24 +79,27 @@ def test_without_a_knob_it_is_a_small_share_of_plain(length: int, share: float, 
 # States that no gradient is made of (the last potentials and the running sum, 2 x 64 x 2 floats) need not be stored;
 # a step's working set comes on top: two states, two cotangents, a row of the inputs, the sums and their last term.
 NOT_NEEDED, WORKING = 2 * BATCH * 2 * 4, 48 * KIB
+FEW_BASES = (2, 10, 17, 27, 133, 199, 300)
 BASES = (2, 5, 10, 14, 17, 20, 27, 40, 80, 133, 199, 200, 300)
 
 
-def test_base_takes_base_tapes_and_a_state_for_each_stretch() -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("bases", [FEW_BASES, pytest.param(BASES, marks=pytest.mark.slow)], ids=len)
+def test_base_takes_base_tapes_and_a_state_for_each_stretch(bases: tuple[int, ...]) -> None:
     """And so the best one is near the one that balances tapes and states."""
     cost = plan_of(8, 400, base=20).chain[0]
-    found = {base: compiled_bytes(lt.checkpointed_scan, 8, 400, reduce="mean", base=base) for base in BASES}
-    for base in BASES:
+    found = {base: compiled_bytes(lt.checkpointed_scan, 8, 400, reduce="mean", base=base) for base in bases}
+    for base in bases:
         stretches = -(-400 // base) - 1
         promised = base * cost.tape + stretches * cost.state
         assert found[base] <= promised + WORKING, base
         if stretches > 1:  # a single one before the last may be halved
             assert found[base] >= promised - stretches * NOT_NEEDED - KIB, base
-    best = min(BASES, key=lambda base: found[base])
+    best = min(bases, key=lambda base: found[base])
     balance = (400 * cost.state / cost.tape) ** 0.5
     assert balance / 1.5 <= best <= balance * 1.5
-    falling = [found[base] for base in BASES if base <= best]
-    rising = [found[base] for base in BASES if best <= base < 200]
+    falling = [found[base] for base in bases if base <= best]
+    rising = [found[base] for base in bases if best <= base < 200]
     assert (falling, rising) == (sorted(falling, reverse=True), sorted(rising))
 
 
@@ -103,11 +107,18 @@ def knobs(length: int) -> list[dict[str, Any]]:
     return [{}, {"budget": "12%" if length == 400 else "3%"}, {"checkpoints": 10}, {"base": round(length**0.5)}]
 
 
-@pytest.mark.parametrize(
-    ("n", "length", "options"),
-    [(n, length, options) for n in (8, 256) for length in (400, 4000) for options in knobs(length)],
-    ids=str,
-)
+def sizes_and_knobs() -> list[Any]:
+    """Every knob for the small network over few steps, and for the large one over many."""
+    return [
+        pytest.param(n, length, options, marks=[] if (n == 8) == (length == 400) else [pytest.mark.slow])
+        for n in (8, 256)
+        for length in (400, 4000)
+        for options in knobs(length)
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("n", "length", "options"), sizes_and_knobs(), ids=str)
 def test_predicted_bytes_are_compiled_bytes(n: int, length: int, options: dict[str, Any], record_property: Any) -> None:
     predicted = plan_of(n, length, **options).bill.peak_memory
     found = compiled_bytes(lt.checkpointed_scan, n, length, reduce="mean", **options)
@@ -132,13 +143,14 @@ def check_budget(seed: int) -> None:
     assert found <= 1.05 * budget + 64 * KIB, (n, length, budget / least)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
 def test_budgets_are_kept(seed: int) -> None:
     check_budget(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10, 40))
+@pytest.mark.parametrize("seed", range(6, 40))
 def test_more_budgets_are_kept(seed: int) -> None:
     check_budget(seed)
 
@@ -162,6 +174,7 @@ def test_the_program_is_as_long_for_ten_times_the_steps(options: dict[str, Any])
     assert tables[1] <= 2 * 4 * 9 * 3 * 4001 + 64 * KIB  # hexadecimal digits of at most nine integers for each run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"base": 20}, {"checkpoints": 10}], ids=str)
 def test_outputs_are_held_once(options: dict[str, Any]) -> None:
     """Stacked outputs and their cotangents cost what they are, and nothing more."""

@@ -90,6 +90,7 @@ def test_it_moves_by_one_and_with_base_by_a_stretch(length: int) -> None:
     assert len(moves) <= -(-length // 4) + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knob", ["none", "base"])
 def test_outside_of_jit(knob: str) -> None:
     bar = Bar()
@@ -97,6 +98,7 @@ def test_outside_of_jit(knob: str) -> None:
     assert sum(bar.moved()) == LENGTH
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knob", ["none", "base", "one snapshot"])
 def test_a_batch_moves_it_once(knob: str) -> None:
     bar = Bar()

@@ -40,8 +40,7 @@ class Runs:
 
     def of(self, f: Any) -> Counter[int]:
         """How often each step is run while f(w) is computed once."""
-        run = quick(f)
-        run.lower(jnp.eye(3)).compile()
+        run = quick(f).lower(jnp.eye(3)).compile()
         jax.effects_barrier()
         assert not self.seen  # tracing and compiling run nothing
         jax.block_until_ready(run(jnp.eye(3)))
@@ -86,6 +85,7 @@ def test_one_sweep_costs_its_bill(length: int, options: dict[str, Any]) -> None:
     assert max(runs.values()) <= 2
 
 
+@pytest.mark.long
 def test_each_step_runs_as_often_as_its_line_in_the_plan_says() -> None:
     knobs: list[dict[str, Any]] = [{"checkpoints": 3}, {"base": 9}, {}]
     for options in knobs:
@@ -114,6 +114,7 @@ def test_a_plan_made_before_is_followed(options: dict[str, Any]) -> None:
     assert counted(50, plan=Plan.from_json(plan.to_json())).total() == plan.bill.plain_runs + 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"checkpoints": 3}, {"base": 6}], ids=str)
 def test_backwards_and_unrolled_it_costs_the_same(options: dict[str, Any]) -> None:
     runs = counted(40, **options)
@@ -128,6 +129,7 @@ def test_without_a_gradient_each_step_runs_once(options: dict[str, Any]) -> None
     assert runs.of(runs.loss(50, **options)) == dict.fromkeys(range(50), 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"base": 4}, {"checkpoints": 2}], ids=str)
 def test_value_and_gradient_come_from_one_run(options: dict[str, Any]) -> None:
     runs = Runs()
@@ -141,6 +143,7 @@ def test_plain_loops_run_each_step_once() -> None:
         assert runs.of(jax.grad(runs.loss(30, loop))) == dict.fromkeys(range(30), 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"base": 4}], ids=str)
 def test_outside_of_jit_it_costs_the_same(options: dict[str, Any]) -> None:
     runs = Runs()

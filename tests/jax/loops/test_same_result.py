@@ -52,6 +52,7 @@ def check(name: str, length: int, knob: str, jit: Any) -> None:
     assert differences(plain(name, length, jit, bool(options.get("reverse"))), found, CLOSE) == [], knob
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_networks(name: str) -> None:

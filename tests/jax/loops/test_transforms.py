@@ -54,6 +54,7 @@ def agree(make: Callable[[Scan], Any], options: dict[str, Any], *given: Any, clo
 # Reverse mode
 
 
+@pytest.mark.long
 @every_knob
 def test_gradients_without_jit(options: dict[str, Any]) -> None:
     expected = jax.grad(partial(loss, lax.scan), argnums=(0, 1, 2))(*args())
@@ -178,11 +179,13 @@ def forward_and_mixed(scan: Scan) -> Any:
     return derivatives
 
 
+@pytest.mark.long
 @every_knob
 def test_forward_mode(options: dict[str, Any]) -> None:
     agree(forward_and_mixed, options, draw(1, WIDTH), draw(2, WIDTH), draw(3, LENGTH, WIDTH))
 
 
+@pytest.mark.long
 def test_with_base_every_derivative_can_be_taken() -> None:
     given = draw(1, WIDTH), draw(2, WIDTH), draw(3, LENGTH, WIDTH)
 
@@ -199,6 +202,7 @@ def test_with_base_every_derivative_can_be_taken() -> None:
     agree(make, {"base": 5}, *given)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"base": 4, "reverse": True}, {"base": 7, "unroll": 3}], ids=str)
 def test_second_derivatives_backwards_and_unrolled(options: dict[str, Any]) -> None:
     given = draw(1, WIDTH), draw(2, WIDTH), draw(3, LENGTH, WIDTH)
@@ -212,7 +216,13 @@ def test_second_derivatives_backwards_and_unrolled(options: dict[str, Any]) -> N
     agree(make, options, *given)
 
 
-@pytest.mark.parametrize(("options", "jit"), [({}, jax.jit), ({"checkpoints": 3}, lambda f: f)], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    ("options", "jit"),
+    [
+        pytest.param({}, jax.jit, id="jit"),
+        pytest.param({"checkpoints": 3}, lambda f: f, id="eager", marks=pytest.mark.long),
+    ],
+)
 def test_a_gradient_of_the_gradient_with_a_plan_names_base(options: dict[str, Any], jit: Any) -> None:
     run = partial(curved, partial(lt.checkpointed_scan, **options))
     given = draw(1, WIDTH), draw(2, WIDTH), draw(3, LENGTH, WIDTH)
@@ -239,6 +249,7 @@ def test_inside_a_checkpoint(options: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("outer", "inner"),
     [({}, {"base": 2}), ({"base": 5}, {"checkpoints": 2}), ({"checkpoints": 3}, {}), ({"base": 5}, {"base": 2})],
@@ -260,6 +271,7 @@ def test_a_loop_inside_a_loop(outer: dict[str, Any], inner: dict[str, Any]) -> N
     assert differences(expected, found, CLOSE) == []
 
 
+@pytest.mark.long
 @every_knob
 def test_inside_a_condition(options: dict[str, Any]) -> None:
     def make(scan: Scan) -> Any:
@@ -286,6 +298,7 @@ def test_inside_a_while_loop(options: dict[str, Any]) -> None:
     agree(make, options, *args())
 
 
+@pytest.mark.long
 @every_knob
 def test_inside_a_plain_scan(options: dict[str, Any]) -> None:
     def make(scan: Scan) -> Any:
@@ -318,6 +331,7 @@ def test_a_derivative_of_ones_own_inside_the_step(options: dict[str, Any]) -> No
     agree(lambda scan: jax.grad(partial(run, scan), (0, 1, 2)), options, *args())
 
 
+@pytest.mark.long
 @every_knob
 def test_parts_of_the_carry_without_a_gradient(options: dict[str, Any]) -> None:
     def mixed(w: Any, carry: Any, x: Any) -> Any:
@@ -359,6 +373,7 @@ def test_a_step_that_uses_nothing_that_has_a_gradient(options: dict[str, Any]) -
 # Buffers and devices
 
 
+@pytest.mark.long
 @every_knob
 def test_what_has_no_gradient_gets_no_buffer_for_one(options: dict[str, Any]) -> None:
     def run(scan: Scan, w: Any, h: Any, xs: Any) -> Any:
@@ -427,6 +442,7 @@ def test_gradients_inside_a_shard_map(options: dict[str, Any]) -> None:
     agree(make, options, *args(4))
 
 
+@pytest.mark.long
 @every_knob
 def test_sharded_arguments(options: dict[str, Any]) -> None:
     """Under jit alone: the results are the same, and each device holds its share of snapshots and tape."""

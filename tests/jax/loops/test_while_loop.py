@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -45,6 +45,12 @@ def _apart(one: Any, other: Any) -> float:
     return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(a))) for a, b in pairs)
 
 
+@cache
+def _plain_gradients(length: int) -> Any:
+    return quick(jax.value_and_grad(_scanned, (0, 1)), static_argnums=2)(*_given(), length)
+
+
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("slots", [1, 2, 5, 50])
 def test_gradients_and_runs(slots: int) -> None:
@@ -63,8 +69,7 @@ def test_gradients_and_runs(slots: int) -> None:
         runs.clear()
         found = jax.block_until_ready(gradients(w, h, length))
         jax.effects_barrier()
-        expected = jax.jit(jax.value_and_grad(_scanned, (0, 1)), static_argnums=2)(w, h, length)
-        assert _apart(expected, found) < 1e-12
+        assert _apart(_plain_gradients(length), found) < 1e-12
         bill = Online(slots).bill(Chain.equal(StepCost(1, 1), length))
         assert len(runs) == bill.plain_runs + bill.taping_runs
 
@@ -78,22 +83,35 @@ def test_longer_than_its_table() -> None:
 
 
 @pytest.mark.usefixtures("x64")
+def test_tangents() -> None:
+    w, h = _given()
+    loop = partial(lt.checkpointed_while_loop, checkpoints=4)
+
+    def forward(f: Any) -> Any:
+        return quick(lambda w: jax.jvp(f, (w,), (w,)))(w)
+
+    assert _apart(forward(lambda w: _scanned(w, h, 9)), forward(lambda w: _loss(loop, w, h, 9))) < 1e-12
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("x64")
 def test_modes_and_mapping() -> None:
     w, h = _given()
     loop = partial(lt.checkpointed_while_loop, checkpoints=4)
     ours, plain = (lambda w: _loss(loop, w, h, 9)), (lambda w: _scanned(w, h, 9))
-    assert _apart(jax.jvp(plain, (w,), (w,)), jax.jvp(ours, (w,), (w,))) < 1e-12
-    assert _apart(jax.hessian(plain)(w), jax.hessian(ours)(w)) < 1e-12
+
+    assert _apart(quick(jax.hessian(plain))(w), quick(jax.hessian(ours))(w)) < 1e-12
     with pytest.raises(FunctionError, match="base="):
         jax.jacrev(jax.grad(ours))(w)
     lengths = [3, 9, 14]
-    found = jax.vmap(jax.grad(lambda w, n: _loss(loop, w, h, n)), (None, 0))(w, jnp.array(lengths))
-    expected = jnp.stack([jax.grad(lambda w, n=n: _scanned(w, h, n))(w) for n in lengths])
+    found = quick(jax.vmap(jax.grad(lambda w, n: _loss(loop, w, h, n)), (None, 0)))(w, jnp.array(lengths))
+    expected = jnp.stack([_plain_gradients(n)[1][0] for n in lengths])
     assert _apart(expected, found) < 1e-12
-    first = jax.grad(lambda h: _loss(loop, w, h, 6))(h)
-    assert _apart(jax.grad(lambda h: _scanned(w, h, 6))(h), first) < 1e-12
+    first = jax.grad(lambda h: _loss(loop, w, h, 6))(h)  # without jit
+    assert _apart(_plain_gradients(6)[1][1], first) < 1e-12
 
 
+@pytest.mark.long
 def test_no_steps_and_a_last_one() -> None:
     def loop(init: Any) -> Any:
         return lt.checkpointed_while_loop(lambda c: c < 1e9, lambda c: c * 2.0, init, max_steps=5)
@@ -104,6 +122,7 @@ def test_no_steps_and_a_last_one() -> None:
     assert jax.grad(lambda c: lt.checkpointed_while_loop(lambda c: c < 9, lambda c: c * 2, c, max_steps=0))(1.0) == 1.0
 
 
+@pytest.mark.long
 def test_what_there_is_no_gradient_of() -> None:
     """An integer carry, and a carry without a leaf."""
     assert lt.checkpointed_while_loop(lambda c: c < 10, lambda c: c + 3, 1) == 10

@@ -172,10 +172,10 @@ def total(compiled: Any) -> int:
     return int(kept + memory.temp_size_in_bytes)
 
 
-def compiled(loss: Any, case: Case) -> tuple[Any, Any]:
-    """The compiled gradient as users take it, and what it gives."""
+def compiled(loss: Any, case: Case, jit: Callable[..., Any] = jax.jit) -> tuple[Any, Any]:
+    """The compiled gradient as users take it, and what it gives; `quick` is enough where only that is looked at."""
     floats, rest = equinox.partition(case.params, equinox.is_inexact_array)
-    step: Any = jax.jit(jax.value_and_grad(lambda floats, *args: loss(equinox.combine(floats, rest), *args)))
+    step: Any = jit(jax.value_and_grad(lambda floats, *args: loss(equinox.combine(floats, rest), *args)))
     program = step.lower(floats, *case.args).compile()
     return program, program(floats, *case.args)
 

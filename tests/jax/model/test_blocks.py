@@ -61,6 +61,7 @@ def test_patterns_choose_the_outermost() -> None:
     assert chosen_blocks(STACK, ["layers.0", "layers.3.*.1"]) == ["layers.0", "layers.3.layers.1"]
 
 
+@pytest.mark.long
 def test_names_that_begin_like_those_of_outside_parts() -> None:
     """They are planned under a name that cannot be mistaken."""
 

@@ -27,16 +27,17 @@ from tests.jax.model.models import (
     total,
     transformer,
 )
-from tests.jax.networks import draw
+from tests.jax.networks import draw, quick
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_blocks_of_equinox_with_dropout() -> None:
     case = net()
     plan = planned(case)
     program, ours = compiled(lt.apply(plan, case.loss), case)
     assert total(program) == plan.bill.peak_memory
-    close(ours, compiled(case.loss, case)[1])
+    close(ours, compiled(case.loss, case, quick)[1])
 
 
 def squares(tree: Any) -> Any:
@@ -48,12 +49,12 @@ def squares(tree: Any) -> Any:
     "how",
     [
         "jit",
-        "eager",
+        pytest.param("eager", marks=pytest.mark.long),
         "vmap",
         "vmapped gradient",
         "jvp",
-        "hessian",
-        "gradient of a gradient",
+        pytest.param("hessian", marks=pytest.mark.long),
+        pytest.param("gradient of a gradient", marks=pytest.mark.long),
         "other shapes",
         "from JSON",
         "no gradient",
@@ -70,25 +71,26 @@ def test_every_transform(how: str) -> None:
                 return jax.value_and_grad(loss)(params, x)
             case "vmap":
                 of_rows: Any = jax.vmap(lambda params, row: loss(params, row[None]), (None, 0))
-                return jax.jit(jax.grad(lambda params: of_rows(params, x[:3]).sum()))(params)
+                return quick(jax.grad(lambda params: of_rows(params, x[:3]).sum()))(params)
             case "vmapped gradient":
-                return jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0)))(params, x[:3, None])
+                return quick(jax.vmap(jax.value_and_grad(loss), (None, 0)))(params, x[:3, None])
             case "jvp":
-                return jax.jit(lambda *args: jax.jvp(loss, args, args))(params, x)
+                return quick(lambda *args: jax.jvp(loss, args, args))(params, x)
             case "no gradient":
                 return loss(params, x)
             case "hessian":
-                return jax.jit(jax.hessian(lambda x: loss(params, x)))(x[:1])
+                return quick(jax.hessian(lambda x: loss(params, x)))(x[:1])
             case "gradient of a gradient":
-                return jax.jit(jax.grad(lambda params: squares(jax.grad(loss)(params, x))))(params)
+                return quick(jax.grad(lambda params: squares(jax.grad(loss)(params, x))))(params)
             case "other shapes":
-                return jax.jit(jax.value_and_grad(loss))(params, x[:5])
+                return quick(jax.value_and_grad(loss))(params, x[:5])
             case _:
-                return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
+                return quick(jax.value_and_grad(loss, (0, 1)))(params, x)
 
     close(taken(light), taken(case.loss))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_every_form_gives_the_same_gradients_and_computes_no_more_than_it_must() -> None:
     case = transformer(1, 8, 2, 4)
@@ -99,7 +101,7 @@ def test_every_form_gives_the_same_gradients_and_computes_no_more_than_it_must()
     products = {}
     for k, name in enumerate(menu):
         loss = lt.apply(Plan.make(plan.chain, plan.knob, Blocks((0, k, 0))), case.loss)
-        program, found = compiled(loss, case)
+        program, found = compiled(loss, case, quick)
         products[name] = program.as_text().count(" dot(")
         if name == "keep":
             theirs = found
@@ -123,7 +125,7 @@ def test_more_results_than_the_loss() -> None:
     plan = lt.plan_model(loss, case.params, *case.args, peak="75%", has_aux=True, scale=3.0)
     assert any(schedule_of(plan).options)
     ours, theirs = (
-        jax.jit(jax.value_and_grad(lambda params, f=f: f(params, *case.args, scale=3.0), has_aux=True))(case.params)
+        quick(jax.value_and_grad(lambda params, f=f: f(params, *case.args, scale=3.0), has_aux=True))(case.params)
         for f in (lt.apply(plan, loss), loss)
     )
     close(ours, theirs)
@@ -131,6 +133,7 @@ def test_more_results_than_the_loss() -> None:
         lt.plan_model(loss, case.params, *case.args, peak="75%", scale=3.0)
 
 
+@pytest.mark.long
 def test_half_precision_of_all_parameters_at_once() -> None:
     case = mlp(SMALL, 256)
 
@@ -144,9 +147,10 @@ def test_half_precision_of_all_parameters_at_once() -> None:
     assert names_of(plan) == ["0", "1", "2", "(loss)"]
     program, ours = compiled(lt.apply(plan, loss), half)
     assert total(program) == plan.bill.peak_memory
-    close(ours, compiled(loss, half)[1], rtol=0.03)
+    close(ours, compiled(loss, half, quick)[1], rtol=0.03)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_values_that_pass_by_blocks_and_blocks_that_are_called_twice() -> None:
     @jax.jit
@@ -168,7 +172,7 @@ def test_values_that_pass_by_blocks_and_blocks_that_are_called_twice() -> None:
     assert names_of(plan) == [f"down.{k}{call}" for call in ("", " (call 2)") for k in range(3)] + ["(loss)"]
     program, ours = compiled(lt.apply(plan, loss), case)
     assert total(program) == plan.bill.peak_memory
-    close(ours, compiled(loss, case)[1])
+    close(ours, compiled(loss, case, quick)[1])
 
 
 @pytest.mark.usefixtures("x64")
@@ -222,9 +226,10 @@ def test_models_of_other_forms(name: str) -> None:
     options = tuple(len(plan.chain[k].menu) - 1 for k in range(len(plan.chain)))
     assert sum(map(bool, options)) == {"none": 0, "one": 1, "unequal": 3, "names": 4, "integers": 4}.get(name, 2)
     again = Plan.make(plan.chain, plan.knob, Blocks(options))
-    close(compiled(lt.apply(again, case.loss), case)[1], compiled(case.loss, case)[1])
+    close(compiled(lt.apply(again, case.loss), case, quick)[1], compiled(case.loss, case, quick)[1])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_a_loop_in_a_block_has_every_derivative() -> None:
     case = looped(2, 3, 4)
@@ -233,7 +238,7 @@ def test_a_loop_in_a_block_has_every_derivative() -> None:
 
     def taken(loss: Any) -> Any:
         first = jax.value_and_grad(loss)
-        both = jax.jit(lambda *args: (first(*args), jax.grad(lambda *args: squares(first(*args)))(*args)))
-        return both(case.params, *case.args), jax.vmap(first, (None, 0))(case.params, case.args[0][:, None])
+        both = quick(lambda *args: (first(*args), jax.grad(lambda *args: squares(first(*args)))(*args)))
+        return both(case.params, *case.args), quick(jax.vmap(first, (None, 0)))(case.params, case.args[0][:, None])
 
     close(taken(light), taken(case.loss))

@@ -62,6 +62,7 @@ def check_peaks(case: Case, record_property: Any) -> None:
         lt.plan_model(case.loss, case.params, *case.args, peak=least - 1)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_peaks_are_kept_as_expected_with_the_same_gradients(record_property: Any) -> None:
     check_peaks(mlp((48, 32, 24, 36)), record_property)
@@ -74,8 +75,19 @@ def test_peaks_of_more_models_are_kept_as_users_compile(name: str, record_proper
     check_peaks(CASES[name](), record_property)
 
 
+def two_tied() -> Case:
+    return tied(2, 8, 64)
+
+
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("make", [tied, looped, pytest.param(net, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        two_tied,
+        pytest.param(looped, marks=pytest.mark.long),
+        *(pytest.param(make, marks=pytest.mark.slow) for make in (tied, net)),
+    ],
+)
 def test_the_least_peak_is_the_same_again_and_works_each_time(make: Callable[[], Case]) -> None:
     case = make()
     least = least_of(case)
@@ -86,7 +98,7 @@ def test_the_least_peak_is_the_same_again_and_works_each_time(make: Callable[[],
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_step_of_an_optimizer_is_part_of_the_peak(donate: bool) -> None:
     case, optimizer = mlp(SMALL, 256), optax.sgd(1e-3, momentum=0.9)
     plan = planned(case, peak="85%", optimizer=optimizer, donate=donate)
@@ -119,6 +131,7 @@ def test_types_are_enough_and_a_share_is_one_of_the_plain_step() -> None:
     assert schedule_of(plan).unit == "FLOP"
 
 
+@pytest.mark.long
 def test_one_program_is_compiled_once_and_no_model_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looked_at, "_bytes", known := Cache[int](3))
     seen: list[Any] = []

@@ -24,6 +24,7 @@ from tests.report.chains import HOSTILE
 from tests.report.models import HELD, MIB, NOTES, gpt, measured_model, model_plan
 from tests.report.page.test_page import CONTRAST, SCHEMES
 
+pytestmark = pytest.mark.long  # in a browser
 PLAN = model_plan(gpt())
 
 

@@ -20,6 +20,8 @@ from lowtide.report.snippets import PLAN_FILE
 from lowtide.sizes import format_size
 from tests.report.browser import Visit, chromium, data_of, visit, without_data
 
+pytestmark = pytest.mark.long  # in a browser
+
 ROLLOUT = dataclasses.replace(
     Chain.equal(StepCost(4_608, 6_656, 1e-3, 2e-3, cotangent=4_608, working=Working(2_000, 3_000, 2_500)), 120),
     parameters=40_000,

@@ -48,18 +48,21 @@ def _modules(dtype: torch.dtype, chunk: int, chunks: int, first: int | None) -> 
     return tally
 
 
+@pytest.mark.long
 def test_the_first_sample_of_every_fourth_operator(record_property: Any) -> None:
     tally = _operators(torch.float64, of_intermediates, 0, 4, 1)
     _judge(tally, record_property, "first samples of every fourth operator")
     assert tally.compared > 120
 
 
+@pytest.mark.long
 def test_the_first_cases_of_every_module(record_property: Any) -> None:
     tally = _modules(torch.float32, 0, 1, 2)
     _judge(tally, record_property, "first cases of modules")
     assert tally.compared > 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_sample_of_operators_that_draw_random_numbers(dtype: torch.dtype, record_property: Any) -> None:
     tally = Tally()
@@ -88,6 +91,7 @@ def test_every_case_of_every_module(dtype: torch.dtype, chunk: int, record_prope
     assert tally.compared > 600
 
 
+@pytest.mark.long
 def test_the_comparison_finds_what_torchs_own_gets_wrong() -> None:
     """Otherwise it would prove nothing: rrelu draws its slopes twice, BatchNorm counts twice."""
 

@@ -87,6 +87,7 @@ def _work(rank: int, folder: str, interface: str) -> None:
     os._exit(0)  # gloo's threads now and then abort a process that ends in order, with or without checkpoints
 
 
+@pytest.mark.long
 def test_checkpointed_gradients_are_those_of_plain_data_parallel_training(tmp_path: Path) -> None:
     if not dist.is_gloo_available():
         pytest.skip("this torch has no gloo")

@@ -92,6 +92,7 @@ def _one(size: int) -> str:
     return "right" if _is_right(w, lt.checkpoint(_dropped, torch.ones(size), w)) else "WRONG"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "calls"),
     [

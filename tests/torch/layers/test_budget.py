@@ -73,6 +73,7 @@ def shares(row: Layered, count: int) -> list[int]:
     return [int(least + max(0.0, everything - least) * k / (count - 1)) for k in range(count)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_the_measured_peak_is_within_the_budget_and_as_predicted(
     name: str, record_property: Callable[[str, object], None]
@@ -92,6 +93,7 @@ def test_so_it_is_for_larger_ones(name: str, record_property: Callable[[str, obj
         check(row, budget, record_property)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in UNCOUNTED])
 def test_so_it_is_for_rows_of_every_kind(name: str) -> None:
     torch.manual_seed(0)
@@ -114,6 +116,7 @@ def test_with_no_budget_the_prediction_holds_too(name: str) -> None:
     assert bill.plain_runs < len(list(row.layers))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_measuring_stays_within_the_least_budget(name: str) -> None:
     least = int(1.1 * least_of(SMALL[name]()))  # it depends a little on seconds where layers have buffers
@@ -124,6 +127,7 @@ def test_measuring_stays_within_the_least_budget(name: str) -> None:
         assert memory.peak - result.nbytes <= least + 2 * largest  # a layer's own gradients, to time its backward
 
 
+@pytest.mark.long
 def test_a_share_of_all_tapes_is_a_budget_too() -> None:
     row = SMALL["transformer"]()
     tapes = plan_sequential(row.layers, row.x).chain.plain_tape
@@ -133,6 +137,7 @@ def test_a_share_of_all_tapes_is_a_budget_too() -> None:
         assert peak_of(row, partial(run, f"{share}%")) <= budget
 
 
+@pytest.mark.long
 def test_all_tapes_are_kept_where_they_fit_and_nothing_runs_twice() -> None:
     row = SMALL["vgg"]()
     with lt.record() as receipt:
@@ -152,6 +157,7 @@ def extra_seconds(chain: Chain, bounds: list[int], layers_again: int) -> float:
     return sum(chain[k].forward for k, stop in enumerate(bounds) if stop <= layers_again)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["vgg not in place", "u", "u of halves", "transformer", "norm last", "residual"])
 def test_at_every_peak_of_torchs_the_plan_takes_less_extra_time_on_paper(
     name: str, record_property: Callable[[str, object], None]
@@ -175,6 +181,7 @@ def test_at_every_peak_of_torchs_the_plan_takes_less_extra_time_on_paper(
     record_property("figure", f"{name}: extra time at torch's lowest peak {min(ratios)[1]:.2f}x of torch's, on paper")
 
 
+@pytest.mark.long
 def test_a_deep_chain_at_two_roots_of_its_tapes_runs_layers_at_most_once_more() -> None:
     row = residual(depth=64, width=16, batch=64)
     chain = plan_sequential(row.layers, row.x).chain
@@ -184,6 +191,7 @@ def test_a_deep_chain_at_two_roots_of_its_tapes_runs_layers_at_most_once_more() 
     assert plan.bill.seconds - chain.plain_seconds <= chain.forward_seconds(0, 64)
 
 
+@pytest.mark.long
 def test_a_layer_whose_input_no_tape_holds_is_a_step_if_its_own_tape_is_large() -> None:
     row = norm_last(blocks=5)
     names = plan_sequential(row.layers, row.x).chain.names
@@ -227,6 +235,7 @@ def test_the_plain_run_holds_all_tapes() -> None:
     assert isinstance(row.layers, nn.Sequential)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["transformer", "norm last"])
 def test_a_plan_from_elsewhere_keeps_its_budget(name: str) -> None:
     torch.manual_seed(0)

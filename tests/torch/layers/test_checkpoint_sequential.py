@@ -87,6 +87,7 @@ def test_the_peak_is_at_most_torchs_with_as_many_segments(segments: int) -> None
     assert ours <= peak_of(row, torchs_run)
 
 
+@pytest.mark.long
 def test_layers_are_measured_once_and_cut_alike_every_time() -> None:
     row = vgg()
     with lt.record() as receipt:

@@ -31,6 +31,7 @@ def _is_figure(path: Path) -> bool:
     return data.startswith(PNG) and len(data) > 10_000
 
 
+@pytest.mark.long
 def test_the_heavy_model(tmp_path: Path, console: Console) -> None:
     runs = heavy_model.run(tmp_path / "new", calls=30, operations=20, console=console)
     plain, ours = runs[heavy_model.PLAIN], runs[heavy_model.OURS]
@@ -56,6 +57,7 @@ def test_the_envelope_keeps_the_most_of_each_span() -> None:
     assert heavy_model.envelope(count, 4.0, bins=4) == ([0.5, 1.5, 2.5, 3.5], [5, 5, 2, 2])
 
 
+@pytest.mark.long
 def test_two_segments(tmp_path: Path, console: Console) -> None:
     rows = two_segments.run(tmp_path, 512, (64, *[32] * 6, *[16] * 6, 10), 1, console)
     plain, torchs, ours, budgeted = rows.values()
@@ -76,6 +78,7 @@ def test_the_largest_batch_stays_within_the_memory() -> None:
     assert two_segments.peak_bytes(model, batch + 8, 16) > memory
 
 
+@pytest.mark.long
 def test_deep_networks(tmp_path: Path, console: Console) -> None:
     networks = deep_networks.run(tmp_path, quick=True, console=console)
     mlp, vgg = networks

@@ -9,10 +9,9 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +20,8 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import BudgetError, CheckpointError, InputError, Plan
-from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
 from lowtide.chain import Chain, Disk, StepCost, TapeOption
-from lowtide.nest import Part
-from lowtide.plan import Bill, ChainSchedule, Knob
 from lowtide.planners.choose import choose, least_budget
-from lowtide.planners.sweep import Base
-from lowtide.planners.unequal import Hetero
-from lowtide.simulate import simulate_actions
 from lowtide.torch.layers.nested import nest_of_plan
 from lowtide.torch.layers.sequential import Sequential, checkpoint_sequential, plan_sequential, sequential
 from tests.torch.layers.layered import ROWS, Layered, assert_same, kept_by, outcome, plain, residual, u_shaped, vgg
@@ -55,6 +48,7 @@ def least_of(row: Layered) -> int:
 # --- the same results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROWS)
 def test_results_and_gradients_are_the_plain_runs_to_the_last_bit(name: str) -> None:
     make = ROWS[name]
@@ -117,6 +111,7 @@ def test_autocast_is_as_in_the_plain_run() -> None:
     assert_same(outcome(vgg, lambda row: run(row, True)), outcome(vgg, lambda row: run(row, False)))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own, between its parts
 def test_in_code_that_is_compiled_layers_run_as_they_are() -> None:
     def run(row: Layered, planned: bool) -> Any:
@@ -169,6 +164,7 @@ def test_receipts_equal_bills(name: str) -> None:
         assert (receipt.backward_runs, receipt.probe_runs) == (bill.backward_runs, 0)
 
 
+@pytest.mark.long
 def test_layers_are_measured_once_for_each_form_of_input() -> None:
     row = residual()
 
@@ -349,69 +345,6 @@ def test_every_plan_that_a_planner_makes_runs(chain: Chain, knob: dict[str, Any]
     assert (receipt.plain_runs, receipt.taping_runs) == (plan.bill.plain_runs, plan.bill.taping_runs)
 
 
-def test_the_nest_of_a_plan() -> None:
-    plan = Plan.make(Chain.equal(STEP, 3), Knob("none"), Hetero((2, 0, 1, 0, 0)))
-    assert nest_of_plan(plan) == (Part(0, 2, (Part(0, 1, (Part(0, 1),)), Part(1, 2))), Part(2, 3))
-    assert nest_of_plan(Plan.make(Chain.equal(STEP, 3), Knob("none"), Base(2))) == (
-        Part(0, 2, (Part(0, 2),)),
-        Part(2, 3),
-    )
-
-
-@dataclass(frozen=True)
-class ByHand(ChainSchedule):
-    """A schedule that is the row of its actions."""
-
-    planner: ClassVar[str] = "by hand"
-    disk: ClassVar[None] = None
-    row: tuple[Action, ...]
-
-    def actions(self, chain: Chain) -> Iterator[Action]:
-        return iter(self.row)
-
-    def bill(self, chain: Chain) -> Bill:
-        return simulate_actions(chain, self.row)
-
-    def bound(self, chain: Chain) -> None:
-        return None
-
-
-def test_advances_in_a_row_are_one_part() -> None:
-    row = (
-        Save(0),
-        Advance(0, 1),
-        Advance(1, 2),
-        Tape(2, 3),
-        Backward(2, 3),
-        Restore(0),
-        Drop(0),
-        Tape(0, 2),
-        Backward(0, 2),
-    )
-    plan = Plan.make(Chain.equal(STEP, 3), Knob("none"), ByHand(row))
-    assert nest_of_plan(plan) == (Part(0, 2, (Part(0, 2),)), Part(2, 3))
-
-
-def test_a_plan_that_drops_early_what_it_makes_again_is_refused() -> None:
-    row = (
-        Save(0),
-        Advance(0, 1),
-        Save(1),
-        Advance(1, 2),
-        Drop(1),
-        Tape(2, 3),
-        Backward(2, 3),
-        Restore(0),
-        Drop(0),
-        Tape(0, 2),
-        Backward(0, 2),
-    )
-    plan = Plan.make(Chain.equal(STEP, 3), Knob("none"), ByHand(row))
-    layers = residual(3)
-    with pytest.raises(InputError, match=r"by hand.* is not one for layers: Restore\(step=0.*plan again with plan_seq"):
-        sequential(layers.layers, layers.x, plan=plan)
-
-
 def test_plans_with_a_disk_or_smaller_tapes_are_refused() -> None:
     layers = residual(9)
     on_disk = choose(Chain.equal(STEP, 9), 12, disk=Disk(0.0, 0.0))
@@ -494,6 +427,7 @@ def test_the_module_takes_the_submodules_under_their_names() -> None:
     assert isinstance(planned, nn.Sequential)
 
 
+@pytest.mark.long
 def test_the_module_gives_what_the_model_gives() -> None:
     def run(row: Layered) -> Any:
         with lt.record() as receipt:
@@ -514,6 +448,7 @@ def test_the_module_follows_train_and_eval() -> None:
     assert not Sequential(model.eval()).training
 
 
+@pytest.mark.long
 def test_copies_and_pickles_of_the_module_work() -> None:
     _, planned, x = wrapped()
     for twin in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):

@@ -120,42 +120,49 @@ TAPES = st.sampled_from([None, None, "100%", "50%", "12%"])
 FORMS = ["own", "slices", "leaves", "twice in call 0", "twice in call 2", "no grad"]
 
 
+@pytest.mark.long
 @examples(80)
 @given(programs(POINTWISE + REDUCING), TAPES)
 def test_pointwise_operations_and_reductions(program: Program, tape: str | None) -> None:
     _check(program, tape)
 
 
+@pytest.mark.long
 @examples(60)
 @given(programs(POINTWISE + PRODUCTS + VIEWS), TAPES)
 def test_products_and_views(program: Program, tape: str | None) -> None:
     _check(program, tape)
 
 
+@pytest.mark.long
 @examples(80)
 @given(programs(POINTWISE + IN_PLACE + VIEWS), TAPES)
 def test_changes_in_place(program: Program, tape: str | None) -> None:
     _check(program, tape)
 
 
+@pytest.mark.long
 @examples(60)
 @given(programs(POINTWISE + RANDOM), TAPES)
 def test_random_numbers(program: Program, tape: str | None) -> None:
     _check(program, tape)
 
 
+@pytest.mark.long
 @examples(60)
 @given(programs(EVERYTHING, most=20), TAPES)
 def test_everything(program: Program, tape: str | None) -> None:
     _check(program, tape)
 
 
+@pytest.mark.long
 @examples(30)
 @given(programs(POINTWISE + VIEWS + READING), TAPES)
 def test_numbers_that_are_read_from_tensors(program: Program, tape: str | None) -> None:
     _check(program, tape)
 
 
+@pytest.mark.long
 @examples(30)
 @given(programs(POINTWISE + PRODUCTS + WILD), TAPES)
 def test_another_way_in_another_call(program: Program, tape: str | None) -> None:
@@ -169,6 +176,7 @@ def test_arguments_of_any_form(form: str, program: Program) -> None:
     _check(program, given=Given(form))
 
 
+@pytest.mark.long
 @examples(40)
 @given(programs(EVERYTHING), TAPES)
 def test_under_autocast(program: Program, tape: str | None) -> None:

@@ -234,6 +234,7 @@ def test_in_and_around_checkpoints(outer: Function, inner: Function) -> None:
         same(run(lean=True), expected)
 
 
+@pytest.mark.long
 def test_in_a_sequence_of_layers() -> None:
     layers = [Gate() for _ in range(6)]
     x = leaf(4, 6)
@@ -258,6 +259,7 @@ def _work(rank: int, folder: str, interface: str) -> None:
     os._exit(0)  # gloo's threads now and then abort a process that ends in order
 
 
+@pytest.mark.long
 def test_data_parallel_training(tmp_path: Path) -> None:
     if not dist.is_gloo_available():
         pytest.skip("this torch has no gloo")

@@ -41,6 +41,7 @@ def test_bits_of_the_compiled_step(options: dict[str, Any]) -> None:
     assert receipt.taping_runs == 23
 
 
+@pytest.mark.long
 def test_a_stateful_module_compiles() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), lt.spiking.LIF(4.0, v_threshold=0.2), nn.Linear(5, 2), lt.spiking.Expon(6.0))

@@ -14,7 +14,6 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import InputError
-from lowtide.interface.options import fold_of
 from lowtide.torch.loops.inputs import Inputs
 from lowtide.torch.loops.outputs import Last, Outputs, Sums, outputs_for
 from lowtide.torch.state.bits import same_bits
@@ -207,13 +206,6 @@ def test_each_reduction_has_its_outputs(reduce: str | None, kind: type[Outputs])
     oracle = {None: torch.stack(rows), "last": rows[2], "sum": sum(rows), "mean": sum(rows) / 3}
     assert torch.equal(outputs.finish(outputs.results()), torch.as_tensor(oracle[reduce]))
     assert outputs.results() == []
-
-
-def test_an_unknown_reduction_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r'^reduce=\'max\' is not known; give "mean", "sum", "last", or \(init, fold\)$'
-    ):
-        fold_of("max")
 
 
 def test_sums_begin_with_zero_so_that_minus_zero_is_lost_as_in_a_plain_sum() -> None:

@@ -256,6 +256,7 @@ def test_a_step_that_goes_another_way_keeps_its_whole_tape_and_says_so() -> None
     assert receipt.kept_whole > 0
 
 
+@pytest.mark.long
 def test_a_loop_leaves_nothing_behind() -> None:
     xs = torch.randn(30, 8, 6)
     with measure.peak() as memory:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import lowtide.torch as lt
-from lowtide import BudgetError, InputError
+from lowtide import InputError
 from lowtide.interface.progress import progress
+from tests.interface.bars import Bar, drawn
 
 LENGTH = 30
 KNOBS: dict[str, dict[str, Any]] = {
@@ -30,14 +29,6 @@ KNOBS: dict[str, dict[str, Any]] = {
     "with grad": {"checkpoints": 2, "advance_with_grad": True},
     "unchecked": {"checkpoints": 2, "check_rerun": None},
 }
-
-
-class Bar:
-    def __init__(self) -> None:
-        self.moves: list[int] = []
-
-    def update(self, n: int) -> None:
-        self.moves.append(n)
 
 
 def run(pbar: Any, loop: Any = lt.checkpointed_scan, length: int = LENGTH, **options: Any) -> tuple[Any, list[int]]:
@@ -133,11 +124,6 @@ def test_a_tqdm_bar_of_ones_own_is_used_as_it_is() -> None:
         run(bar, base=4)[0].backward()
 
 
-def drawn(text: str) -> str:
-    """The last state that a bar drew."""
-    return text.rstrip().rpartition("\r")[2]
-
-
 @pytest.mark.parametrize(
     ("pbar", "label"), [(True, "steps"), (7, "steps"), (1000, "steps"), ("training", "training")], ids=str
 )
@@ -150,16 +136,6 @@ def test_a_bar_of_its_own_is_full_at_the_end(
     last = drawn(capsys.readouterr().err)
     assert last.startswith(f"{label}: 100%")
     assert re.search(rf"\b{total}/{total}\b", last)
-
-
-def test_a_bar_of_its_own_is_half_full_after_the_forward(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = progress("half", 2, with_backward=True)
-    assert bar is not None
-    bar.update(1)
-    bar.update(1)
-    assert not drawn(capsys.readouterr().err).startswith("half: 100%")
-    bar.update(2)
-    assert drawn(capsys.readouterr().err).startswith("half: 100%")
 
 
 @pytest.mark.parametrize("pbar", [None, False])
@@ -175,42 +151,3 @@ def test_what_is_no_bar_is_refused(pbar: Any, loop: Any) -> None:
     message = f"pbar={pbar!r}: give True, a whole number of steps, a label, or an object with update(n)"
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         run(pbar, loop)
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.sin().sum()
-
-
-@pytest.mark.parametrize("options", [{"peak": "1GiB"}, {"peak": "1GiB", "on_paper": True}, {"peak": 1}], ids=str)
-def test_planning_moves_it_for_each_block_and_each_whole_step(options: dict[str, Any]) -> None:
-    bar = Bar()
-    with pytest.raises(BudgetError) if options["peak"] == 1 else nullcontext():
-        lt.plan_model(Blocks(), torch.ones(4, 8), pbar=bar, **options)
-    assert bar.moves == [1] * (5 + 2)
-
-
-def test_planning_draws_a_bar_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    lt.auto_checkpoint(Blocks(), torch.ones(4, 8), peak="1GiB", pbar=True)
-    assert drawn(capsys.readouterr().err).startswith("planning: 100%")
-
-
-def test_there_is_a_bar_for_each_size_of_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    found = lt.largest_batch(Blocks(), lambda size: torch.ones(size, 8), "64KiB", pbar=True)
-    labels = re.findall(r"(a batch of [\d,]+): 100%", capsys.readouterr().err)
-    assert {"a batch of 1", f"a batch of {found.size:,}"} <= set(labels)
-
-
-def test_planning_refuses_what_is_no_bar_before_anything_runs() -> None:
-    model = Blocks()
-    model.register_forward_pre_hook(lambda *_: pytest.fail("it ran"))
-    with pytest.raises(InputError, match="pbar=0: give True"):
-        lt.plan_model(model, torch.ones(4, 8), peak="1GiB", pbar=0)
-    with pytest.raises(InputError, match="pbar=0: give True"):
-        lt.largest_batch(model, lambda size: torch.ones(size, 8), "1GiB", pbar=0)

@@ -106,6 +106,7 @@ def with_twenty_snapshots(steps: int) -> None:
     carry.sum().backward()
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_length(record_property: Any) -> None:
     """With 20 snapshots, 2,000 tiny steps hold what 500 do."""
 
@@ -119,6 +120,7 @@ def test_memory_does_not_grow_with_the_length(record_property: Any) -> None:
     assert long == short
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_very_long_loops_cost_the_binomial_optimum_too(steps: int) -> None:
     """A benchmark has a million steps."""

@@ -36,6 +36,7 @@ def _counts() -> tuple[int, int, int]:
     return tensors, len(objects), handles
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"base": 4}, {"checkpoints": 3}, {"budget": "100KB"}], ids=str)
 @pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_training_leaves_no_growth(steps: int, options: dict[str, Any]) -> None:
@@ -53,6 +54,7 @@ def test_training_leaves_no_growth(steps: int, options: dict[str, Any]) -> None:
     assert later[1] - objects < steps  # of some hundred thousand; a leak would be dozens for each step
 
 
+@pytest.mark.long
 def test_a_graph_that_is_let_go_is_freed_without_the_garbage_collector() -> None:
     w = torch.randn(4, 4, requires_grad=True)
     gc.collect()
@@ -76,6 +78,7 @@ def test_a_graph_that_is_let_go_is_freed_without_the_garbage_collector() -> None
         gc.enable()
 
 
+@pytest.mark.long
 def test_a_module_that_keeps_the_loops_state_can_be_collected() -> None:
     net = nn.Sequential(nn.Linear(4, 6), lt.spiking.LIF(5.0))
     lt.checkpointed_for_loop(net, torch.randn(9, 2, 4), base=3)
@@ -85,9 +88,10 @@ def test_a_module_that_keeps_the_loops_state_can_be_collected() -> None:
     assert gone() is None
 
 
+@pytest.mark.long
 def test_memory_over_base_is_tapes_plus_states(record_property: Any) -> None:
     """base tapes + T/base states, lowest near sqrt(T*a/w)."""
-    length, width = 400, 16
+    length, width = 200, 16
     net = nn.GRUCell(3, width)
     xs = torch.randn(length, 8, 3)
 
@@ -102,7 +106,7 @@ def test_memory_over_base_is_tapes_plus_states(record_property: Any) -> None:
 
     cost = lt.plan_scan(step, torch.zeros(8, width), xs, base=20).chain[0]
     best = (length * cost.state / cost.tape) ** 0.5
-    bases = [1, 2, 4, 6, 8, 12, 16, 24, 40, 80, 160, 400]
+    bases = [1, 2, 4, 6, 8, 12, 20, 40, 80, 200]
     peaks = {base: peak(base) for base in bases}
     for base, found in peaks.items():
         promised = min(base, length) * cost.tape + (length // base) * cost.state

@@ -153,6 +153,7 @@ def test_copies_have_the_plan_too(kind: str, how: str) -> None:
     assert any("forward" in part.__dict__ for part in made.module.modules())
 
 
+@pytest.mark.long
 def test_a_plan_from_json_runs_another_model_of_the_kind() -> None:
     first = model("gpt2")
     peak = first.least()
@@ -244,6 +245,7 @@ def test_planning_a_model_with_a_plan_is_planning_it_without() -> None:
     assert plan.bill.peak_memory == measured("tied").bill.peak_memory
 
 
+@pytest.mark.long
 def test_plan_and_apply_in_one_line() -> None:
     made, plain = model("gpt2"), model("gpt2")
     peak = made.least()
@@ -254,6 +256,7 @@ def test_plan_and_apply_in_one_line() -> None:
     assert found.peak <= peak
 
 
+@pytest.mark.long
 def test_a_receipt_has_the_measured_peak() -> None:
     made = model("gpt2")
     peak = made.least()
@@ -284,6 +287,7 @@ def test_a_wrapped_model_is_told_apart() -> None:
         lt.apply(plan_of("rerun"), Wrapped(made_of("rerun").module))
 
 
+@pytest.mark.long
 def test_a_block_of_its_own_is_measured_like_any_other() -> None:
     made = on_x(nn.Sequential(*(Mlp() for _ in range(4))), 32, WIDTH)
     before = measure.storage_bytes(list(made.module.parameters()))

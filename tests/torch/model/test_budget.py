@@ -6,6 +6,7 @@ And the plan's bill says how much it will be. Loss, gradients and buffers have t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -21,15 +22,20 @@ WAYS_OUT = "raise the peak, give smaller arguments (a smaller batch), or an opti
 LARGER = Size(width=64, layers=4, batch=8, tokens=32)
 
 
-def between(least: int, most: int, count: int = 5) -> list[int]:
+def between(least: int, most: int, count: int) -> list[int]:
     return [least + (most - least) * k // (count - 1) for k in range(count)]
 
 
-def check(name: str, size: Size | None, record: Record) -> None:
+@cache
+def least_of(name: str, size: Size | None = None) -> int:
+    return model(name, size).least()
+
+
+def check(name: str, size: Size | None, count: int, record: Record) -> None:
     plain = train(model(name, size))
-    least = model(name, size).least()
+    least = least_of(name, size)
     assert least < plain.peak
-    for peak in between(least, plain.peak):
+    for peak in between(least, plain.peak, count):
         made = model(name, size)
         plan = made.plan(peak)
         lt.apply(plan, made.module)
@@ -43,23 +49,30 @@ def check(name: str, size: Size | None, record: Record) -> None:
         assert train(made, seed=2).peak <= peak  # nothing is traced any more
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_is_kept_and_predicted_and_the_bits_are_the_plain_ones(name: str, record_property: Record) -> None:
-    check(name, None, record_property)
+    check(name, None, 3, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_so_it_is_at_more_peaks(name: str, record_property: Record) -> None:
+    check(name, None, 9, record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_so_it_is_for_larger_ones(name: str, record_property: Record) -> None:
-    check(name, LARGER, record_property)
+    check(name, LARGER, 5, record_property)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_just_below_the_least_peak_the_error_names_it(name: str) -> None:
-    made = model(name)
-    least = made.least()
+    least = least_of(name)
     with pytest.raises(BudgetError) as caught:
-        made.plan(int(0.97 * least))
+        model(name).plan(int(0.97 * least))
     # Bytes are the same from run to run, but which form is dominated depends on times.
     assert caught.value.least == pytest.approx(least, rel=0.01)
     said = f"no plan fits peak={int(0.97 * least):,} B: the least that works is {caught.value.least:,} B; {WAYS_OUT}"
@@ -80,6 +93,7 @@ def test_a_plan_says_what_its_peak_consists_of() -> None:
     assert schedule_of(plan).margin == int(0.01 * 4 * 2**20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_so_it_is_with_an_optimizer(name: str, record_property: Record) -> None:
     """Over two whole steps: the state of the optimizer is there from the end of the first on."""
@@ -116,7 +130,7 @@ def test_so_it_is_with_an_optimizer(name: str, record_property: Record) -> None:
 
 def test_a_smaller_batch_than_planned_for_is_within_the_peak_too() -> None:
     made = model("gpt2")
-    peak = made.least() * 11 // 10
+    peak = least_of("gpt2") * 11 // 10
     lt.apply(made.plan(peak), made.module)
     half = {name: value[:2] if isinstance(value, torch.Tensor) else value for name, value in made.kwargs.items()}
     plain = train(model("gpt2")._replace(kwargs=half))
@@ -125,9 +139,10 @@ def test_a_smaller_batch_than_planned_for_is_within_the_peak_too() -> None:
     assert found.peak <= peak
 
 
+@pytest.mark.long
 def test_batch_norm_counts_a_batch_once() -> None:
     made = model("resnet")
-    lt.apply(made.plan(made.least()), made.module)
+    lt.apply(made.plan(least_of("resnet")), made.module)
     for count in (1, 2, 3):
         step = train(made)
         counters = [value for name, value in step.buffers.items() if name.endswith("num_batches_tracked")]

@@ -29,6 +29,7 @@ def _peak(plan: Plan | None, form: str) -> int:
     return fit_a_model.all_in_form(plan, form).bill.peak_memory
 
 
+@pytest.mark.long
 def test_a_small_model(tmp_path: Path, console: Console) -> None:
     memory = 28 * 2**20
     with_momentum, adam, fused = fit_a_model.run(tmp_path / "new", fit_a_model.SMALL, lt.H100, memory, console)
@@ -45,6 +46,7 @@ def test_a_small_model(tmp_path: Path, console: Console) -> None:
     assert "any plan, at least" in text
 
 
+@pytest.mark.long
 def test_where_nothing_fits_there_is_no_page(tmp_path: Path, console: Console) -> None:
     answers = fit_a_model.run(tmp_path, fit_a_model.SMALL, lt.H100, 2**20, console)
     assert [answer.plan for answer in answers] == [None, None, None]

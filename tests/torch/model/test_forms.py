@@ -15,6 +15,7 @@ from tests.torch.odd_blocks import Mlp
 from tests.torch.odd_models import odd, row_of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*MODELS, "vgg", "torch's own", "dictionary"])
 def test_the_forms_of_real_plans(name: str) -> None:
     """Every menu begins with keep, has the others once each, and their text is what earlier versions wrote."""
@@ -45,6 +46,7 @@ class OddlyNamed(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_submodules_with_the_oddest_names() -> None:
     def fresh() -> Model:
         torch.manual_seed(0)
@@ -58,3 +60,26 @@ def test_submodules_with_the_oddest_names() -> None:
         found = train(made)
         found.assert_same(plain)
         assert found.peak <= peak
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated:DeprecationWarning")
+def test_blocks_with_a_scripted_part_are_kept_or_run_again_as_a_whole() -> None:
+    """A lean tape is traced, which would undo what TorchScript made."""
+
+    def fresh() -> Model:
+        torch.manual_seed(0)
+        made = row_of(Mlp)
+        for block in made.module.blocks:  # type: ignore[union-attr]
+            block.up = torch.jit.script(block.up)
+        return made
+
+    plain = train(fresh())
+    least = fresh().least()
+    made = fresh()
+    plan = made.plan(least)
+    for k in plan.chain.blocks():
+        assert [option.form for option in plan.chain[k].menu] == [KEEP, RERUN]
+    lt.apply(plan, made.module)
+    found = train(made)
+    found.assert_same(plain)
+    assert found.peak <= least < plain.peak

@@ -160,6 +160,7 @@ def least(case: Case, **options: Any) -> int:
 QUICK = ("gpt2", "dense", "some in eval mode", "lstm")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*MODELS, *ODD)]
 )
@@ -177,6 +178,7 @@ def resident() -> int:
     return int(MEMORY.read_text().split()[1]) * mmap.PAGESIZE
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not MEMORY.exists(), reason="reads the memory of a process as Linux tells it")
 def test_gpt2_is_planned_without_its_weights() -> None:
     with torch.device("meta"):
@@ -212,6 +214,7 @@ def row() -> Row:
 DEVICE = lt.Device(name="mine", memory=10**9, bandwidth=1e11, float32=1e12, float16=2e12, float64=1e11)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["cpu", "meta"])
 def test_models_and_arguments_may_be_anywhere(where: str) -> None:
     expected = least(Case(row(), (torch.randn(100, WIDTH),), loss=squared), on_paper=True, device=DEVICE)
@@ -220,6 +223,7 @@ def test_models_and_arguments_may_be_anywhere(where: str) -> None:
         assert least(case, on_paper=True, device=DEVICE) == expected
 
 
+@pytest.mark.long
 def test_an_optimizer_may_be_made_or_not() -> None:
     def least_with(**options: Any) -> int:
         return least(Case(model, (x,), loss=squared), on_paper=True, **options)
@@ -233,6 +237,7 @@ def test_an_optimizer_may_be_made_or_not() -> None:
         least_with(optimizer="adam")
 
 
+@pytest.mark.long
 def test_half_precision_takes_half() -> None:
     whole, half = (
         least(Case(row().to(dtype), (torch.randn(100, WIDTH, dtype=dtype),), loss=squared), on_paper=True)
@@ -241,6 +246,7 @@ def test_half_precision_takes_half() -> None:
     assert half == pytest.approx(whole / 2, rel=0.02)
 
 
+@pytest.mark.long
 def test_tied_and_frozen_parameters_count_once_and_have_no_gradients() -> None:
     model = row()
     first, second, third = (layer for layer in model.layers if isinstance(layer, Layer))

@@ -109,6 +109,7 @@ def autocast(name: str) -> Model:
     return made._replace(module=Autocast(made.module).train())
 
 
+@pytest.mark.long
 def test_the_peak_is_kept_in_lower_precision() -> None:
     plain = train(autocast("gpt2"))
     least = autocast("gpt2").least()
@@ -120,6 +121,7 @@ def test_the_peak_is_kept_in_lower_precision() -> None:
         assert found.peak <= peak
 
 
+@pytest.mark.long
 def test_the_peak_is_kept_where_it_was_planned_in_lower_precision() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         plain = train(model("gpt2"))
@@ -190,6 +192,7 @@ def test_what_is_done_to_the_model_after_the_plan(kind: str) -> None:
     train(double[0]).assert_same(train(double[1]))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_compiler_is_not_disturbed(kind: str) -> None:
@@ -242,6 +245,7 @@ def _work(rank: int, folder: str, interface: str) -> None:
     os._exit(0)  # gloo's threads now and then abort a process that ends in order
 
 
+@pytest.mark.long
 def test_data_parallel_training(tmp_path: Path) -> None:
     if not dist.is_gloo_available():
         pytest.skip("this torch has no gloo")

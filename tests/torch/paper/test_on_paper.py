@@ -82,6 +82,7 @@ def checkpointed(made: Model) -> Model:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpointed_blocks_take_the_bytes_of_real_ones(name: str) -> None:
     made = checkpointed(model(name))

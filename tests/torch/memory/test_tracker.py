@@ -1,4 +1,4 @@
-"""The most bytes without what turns out to be a result, against a list of every moment."""
+"""What is alive and since when: the most bytes without what turns out to be a result, against every moment."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import lowtide.torch as lt
 from lowtide.torch.memory.tracker import Lifetimes
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_it_is_what_looking_at_every_moment_gives(data: st.DataObject) -> None:

@@ -1,7 +1,8 @@
-"""Nests whose steps are taped in smaller forms: which parts they have, and who calls those steps how often."""
+"""Layers in nested checkpoint calls: who calls steps in smaller forms how often, and nests as forms of a block."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 import lowtide.torch as lt
 from lowtide import InputError, Plan
 from lowtide.chain import Chain, StepCost, TapeOption
-from lowtide.forms import lean_form
+from lowtide.forms import LayerNest, lean_form, nest_written
 from lowtide.nest import Part
 from lowtide.plan import Knob, Schedule
-from lowtide.planners.sweep import Sweep
 from lowtide.planners.unequal import Hetero
 from lowtide.torch.layers.costs import lean_points
 from lowtide.torch.layers.nested import (
@@ -28,10 +28,12 @@ from lowtide.torch.layers.nested import (
     kept_by,
     nest_of_plan,
     run_lean,
+    run_nest,
     starts,
 )
 from lowtide.torch.lean.graph import LeanSize
 from lowtide.torch.state.bits import same_bits
+from tests.torch.planned import products
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -71,17 +73,6 @@ class Standin:
             return pack(tensor)
 
         return counting
-
-
-def test_parts_say_in_which_form_their_steps_are_taped() -> None:
-    assert nest_of_plan(planned(DEEP, 5)) == DEEP_NEST
-    swept = planned(Sweep((2, 2), (1, 2, 0, 1)), 4)
-    assert nest_of_plan(swept) == (
-        Part(0, 2, (Part(0, 1, option=1), Part(1, 2, option=2))),
-        Part(2, 3),
-        Part(3, 4, option=1),
-    )
-    assert [part.depth for part in nest_of_plan(swept)] == [1, 0, 0]
 
 
 def test_what_checkpoint_calls_hold_does_not_depend_on_forms() -> None:
@@ -153,3 +144,44 @@ def test_a_step_in_a_smaller_form_runs_plainly_without_gradients() -> None:
     x = torch.ones(4)
     with torch.no_grad():
         assert torch.equal(Forms(chain)((torch.sin,), 0, 1, x), torch.sin(x))
+
+
+# Layers in nested checkpoint calls, as a form of a model's block
+
+
+def row(count: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.GELU()) for _ in range(count)))
+
+
+@pytest.mark.parametrize(
+    ("text", "runs"),
+    [
+        ("0-4", [1, 1, 1, 1, 1]),
+        ("0 (1) 2-4", [1, 2, 1, 1, 1]),
+        ("(0-1 (2) 3) 4", [2, 2, 3, 2, 1]),
+        ("0 1~0+0 2-4", None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:a lean tape of .* was planned, and this call allows none:UserWarning")
+def test_it_runs_the_layers_with_the_plain_bits(text: str, runs: list[int] | None) -> None:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    layers = row()
+
+    def step(nest: LayerNest | None) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(1)
+        y = layers(x) if nest is None else run_nest(nest, layers, x)
+        return (y, *torch.autograd.grad(y.square().sum(), [x, *layers.parameters()]))
+
+    expected, nest = step(None), nest_written(text)
+    for _ in range(2):
+        assert all(map(torch.equal, step(nest), expected))
+    if runs is not None:
+        assert products(lambda: step(nest)) - products(lambda: step(None)) == sum(runs) - len(runs)
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_for_another_number_of_layers(count: int) -> None:
+    said = f"the plan is for 5 layers, and this Sequential has {count}; plan again with plan_model"
+    with pytest.raises(InputError, match=re.escape(said)):
+        run_nest(nest_written("0 (1-3) 4"), row(count), torch.randn(2, 8))

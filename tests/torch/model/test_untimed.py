@@ -58,6 +58,7 @@ def test_layers_take_as_long_as_their_tapes_are_large() -> None:
     assert [option.tape for option in row.chain[1].options] == [40, 10]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["nested", "spectral norm"])
 def test_the_least_peak_is_the_same_whatever_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = set()
