@@ -87,7 +87,7 @@ def network(length: int, seed: int = 0) -> Chain:
 
 
 def unequal_chains(lengths: list[int]) -> None:
-    heading(f"Unequal steps: exact up to {unequal.EXACT_STEPS}, then {unequal.LEVELS} memory levels")
+    heading(f"Unequal steps: exact up to {unequal.EXACT_STEPS}, then {unequal.BUDGET_LEVELS} memory levels")
     for length in lengths:
         chain = network(length)
         least = unequal.least(chain)

@@ -21,7 +21,7 @@ from lowtide.version import __version__
 
 
 def _notebook_html(thing: Plan | Receipt) -> str:
-    """What a notebook shows of a plan or a receipt; reports are imported only then."""
+    """The HTML that a notebook shows for a plan or a receipt; reports are imported only when it is asked for."""
     from lowtide.report import notebook
 
     return notebook.plan_html(thing) if isinstance(thing, Plan) else notebook.receipt_html(thing)

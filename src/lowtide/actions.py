@@ -1,7 +1,7 @@
-"""The instructions a plan is made of, and the places where a snapshot may live.
+"""The instructions that make up a plan, and the places where a snapshot may live.
 
-Actions are plain values: compare them, hash them, print them. Ranges are [start, stop), for the backward
-too. What is legal when is `lowtide.simulate`'s business; what an action does to tensors is a front end's.
+Actions are plain values: compare them, hash them, print them. Ranges are [start, stop), for the backward too.
+`lowtide.simulate` decides which action is legal when; front ends decide what it does to tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store the current state, which is that of `step`, as a snapshot."""
+    """Store the current state, from which step `step` starts, as a snapshot."""
 
     step: int
     tier: Tier = Tier.MEMORY
@@ -46,7 +46,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget the snapshot of `step`."""
+    """Delete the snapshot of `step`."""
 
     step: int
     tier: Tier = Tier.MEMORY
@@ -54,7 +54,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """Run steps [start, stop) keeping each one's tape, in the form that entry `option` of its menu says."""
+    """Run steps [start, stop) and keep each one's tape, in the form of entry `option` of its menu."""
 
     start: int
     stop: int

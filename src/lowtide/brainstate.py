@@ -4,10 +4,10 @@
 import lowtide.brainstate as lt
 outputs = lt.checkpointed_for_loop(net.update, xs, base=16)  # brainstate.transform.checkpointed_for_loop(...)
 
-`scan` and `for_loop` are brainstate's own. The checkpointed ones have brainstate's signatures, with Lowtide's options
-besides. All they do is to make a pure step of a stateful one: States that it writes join the carry, States that it only
-reads are closed over, so that gradients reach them; `lowtide.jax` does the rest. States are left as brainstate's own
-loops leave them, and untouched if anything is wrong.
+`scan` and `for_loop` are brainstate's own. The checkpointed ones have brainstate's signatures and Lowtide's options.
+All they do is turn a stateful step into a pure one: States that it writes join the carry, States that it only reads are
+closed over, so that gradients reach them; `lowtide.jax` does the rest. Afterwards States are as brainstate's own loops
+leave them; if anything fails, they are unchanged.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def for_loop(
     """`brainstate.transform.for_loop`, by brainstate's own scan: `y = f(*x)` over the steps, keeping every tape.
 
     The arguments are those of `brainstate.transform.for_loop`; without inputs `length` suffices, which brainstate 0.5.4
-    says but fails to do.
+    documents but does not support.
     """
     return scan(without_carry(f), None, xs, length, reverse, unroll, pbar)[1]
 
@@ -70,25 +70,25 @@ def checkpointed_scan(
 ) -> tuple[Any, Any]:
     """`brainstate.transform.scan` in bounded memory: the same results, States and gradients.
 
-    One option says how much memory: `budget`, `checkpoints`, `base`, or a `plan` made before. With none of them it is
-    the least memory that runs no step more than one extra time. Every derivative can be taken but a second one in
-    reverse mode, a gradient of a gradient or of a tangent: that needs `base`.
+    One option says how much memory to use: `budget`, `checkpoints`, `base`, or a `plan` made before. With none of them
+    it is the least memory that runs no step more than one extra time. Every derivative is supported except for a second
+    one in reverse mode (a gradient of a gradient or of a tangent), which needs `base`.
 
     Args:
         f: the step, `carry, y = f(carry, x)`. It may read and write any States; carry, x and y are any pytrees.
         init: the carry before the first step.
         xs: arrays or quantities with the steps along their first axis, in any pytree; None for no inputs.
-        length: the number of steps, needed if `xs` does not say.
-        base: a snapshot every `base` steps, and the tape of as many; at least 2.
+        length: the number of steps, needed if `xs` has no arrays.
+        base: a snapshot every `base` steps, and the tape of that many steps; at least 2.
         pbar: a `brainstate.transform.ProgressBar`, a number of steps between updates, a label, or an object with
             `update(n)`. It never moves for reruns. With `base` it moves by a stretch at a time.
-        checkpoints: the most snapshots, the initial state among them, beside one step of tape.
-        budget: bytes for snapshots, tape and working set: 67108864, "64MiB", or "25%" of all tapes. Under `vmap` it is
-            for each example.
+        checkpoints: the most snapshots, the initial state included, beside the tape of one step.
+        budget: bytes for snapshots, tape and working set: 67108864, "64MiB", or "25%" of all tapes. Under `vmap` it
+            applies to each example.
         plan: what `plan_scan` returned.
-        reverse: from the last step to the first; outputs stay where their inputs are.
+        reverse: run from the last step to the first; each output stays at the index of its input.
         unroll: the number of steps in one iteration of the compiled loop.
-        reduce: "mean", "sum", "last" or (init, fold): what to make of the outputs instead of a stack.
+        reduce: "mean", "sum", "last" or (init, fold): how to combine the outputs instead of stacking them.
     """
     step = _PureStep(f, init, xs, length)
     (written, carry), ys = lt.checkpointed_scan(
@@ -159,14 +159,15 @@ def plan_scan(
     Args:
         f: as in `checkpointed_scan`.
         init: as in `checkpointed_scan`; leaves may be `jax.ShapeDtypeStruct`s.
-        xs: as in `checkpointed_scan`; so may its leaves.
+        xs: as in `checkpointed_scan`; leaves may be `jax.ShapeDtypeStruct`s.
         length: as in `checkpointed_scan`.
         base: as in `checkpointed_scan`.
         checkpoints: as in `checkpointed_scan`.
         budget: as in `checkpointed_scan`.
         reduce: as in `checkpointed_scan`.
-        wrt: what gradients will be taken of: "closure" (States that f only reads, such as weights, and what it closes
-            over), "init" (the first carry, and States that f writes), "xs". A loop finds out by itself.
+        wrt: what gradients will be taken with respect to: "closure" (States that f only reads, such as weights, and
+            what it closes over), "init" (the first carry, and States that f writes), "xs". `checkpointed_scan` finds
+            this out by itself.
     """
     step = _PureStep(f, init, xs, length)
     held = (step.written, init)
@@ -193,7 +194,7 @@ def plan_for_loop(
 class _PureStep:
     """A stateful step as a pure one: `(written, carry), y = step((written, carry), x)`.
 
-    Of `written` and `read`, which have a place for each State, one is None at every place.
+    `written` and `_read` have an entry for each State; at each place one of the two is None.
     """
 
     def __init__(self, f: Callable[[Any, Any], Any], init: Any, xs: Any, length: int | None) -> None:
@@ -208,7 +209,7 @@ class _PureStep:
                 "output or None"
             )
         self._trace: StateTraceStack[Any] = self._f.get_state_trace(init, row)
-        # Read here, outside the loop: an enclosing grad, jit or vmap of brainstate sees it.
+        # Read here, outside the loop, so that an enclosing grad, jit or vmap of brainstate sees the States being read.
         self.written = self._trace.get_write_state_values(True)
         self._read = self._trace.get_read_state_values(True)
         names = [*map(_name, self._trace.states), "the carry"]
@@ -216,11 +217,12 @@ class _PureStep:
             _refuse_change(name, old, new)
 
     def __call__(self, held: tuple[Sequence[Any], Any], x: Any) -> tuple[tuple[Sequence[Any], Any], Any]:
-        """One step."""
+        """Run one step."""
         written, carry = held
         values = zip(self._trace.been_writen, written, self._read, strict=True)
         states = [mine if own else theirs for own, mine, theirs in values]
-        with jax.disable_jit(False):  # else it would run f itself, and leave what is traced here in the States
+        # With jit disabled brainstate would run f itself, and leave the values traced here in the States.
+        with jax.disable_jit(False):
             new, (carry, y) = self._f.jaxpr_call(states, carry, x)
         return (new, carry), y
 
@@ -230,9 +232,9 @@ class _PureStep:
 
 
 def _traced(f: Callable[[Any, Any], Any], *types: Any) -> Any:
-    """The step, traced, which leaves every State as it was, also if f fails.
+    """The step, traced. Every State is left as it was, also if f fails.
 
-    brainstate sees to this, but stops at the first State whose unit f has changed.
+    brainstate restores States too, but stops at the first one whose unit f has changed.
     """
     with StateTraceStack() as seen:
         try:
@@ -245,7 +247,7 @@ def _traced(f: Callable[[Any, Any], Any], *types: Any) -> Any:
 
 
 def _row(x: Any) -> Any:
-    """The type of one row."""
+    """The type of one row of `x`."""
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, weak_type=x.weak_type)
 
 
@@ -254,7 +256,7 @@ def _name(state: State[Any]) -> str:
 
 
 def _refuse_change(name: str, before: Any, after: Any) -> None:
-    """Refuse a step after which something is of another type; a Python number may still take the step's type."""
+    """Refuse a step that changes a value's type; a Python number (weakly typed) may take the type of the result."""
     (old_leaves, old_tree), (new_leaves, new_tree) = map(_types, (before, after))
     changed = (
         [(old_tree, new_tree)]
@@ -274,7 +276,7 @@ def _types(values: Any) -> tuple[list[Any], Any]:
 
 
 def _bar(pbar: Any, length: int) -> Any:
-    """What `lowtide.jax` takes for brainstate's bars; anything else as it is."""
+    """`pbar` in a form that `lowtide.jax` accepts: brainstate's bars are wrapped, anything else is unchanged."""
     if isinstance(pbar, int) and pbar is not False:
         pbar = ProgressBar(freq=pbar)
     if not isinstance(pbar, ProgressBar):
@@ -283,7 +285,7 @@ def _bar(pbar: Any, length: int) -> Any:
 
 
 class _Bar:
-    """brainstate's bar, moved from the host: in parts of its own frequency, and anew whenever the loop is run."""
+    """brainstate's bar, moved from the host at the bar's own frequency; it starts again each time the loop is run."""
 
     def __init__(self, pbar: Any, length: int) -> None:
         self._runner = pbar.init(length)
@@ -305,7 +307,7 @@ class _Bar:
             ) from None
 
     def update(self, n: int) -> None:
-        """Move on by n steps."""
+        """Advance by n steps."""
         if self._done == 0:
             from tqdm.auto import tqdm
 

@@ -3,7 +3,7 @@
 Step k maps state k to state k+1. Its tape is what autograd saves while running it; by definition the
 tape holds the step's own input, so `tape >= state`, and a state that is only about to be taped need not
 be stored as well. A chain is either one step repeated (a rollout) or a row of unequal steps (layers).
-Nothing here is measured: a front end measures, this module only keeps the numbers.
+Nothing is measured here: front ends measure, this module only holds the numbers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Working:
 class TapeOption:
     """A smaller tape for a step, paid for with `extra` seconds of its backward.
 
-    What the tape lacks is made again in that backward, which may then need more bytes beside the tape: `backward` of
-    them, or as many as the step's `working.backward` says if it is None. `form` is what a front end runs, and None on
-    paper; `name` is what people read, the form's text if it is left out.
+    What the tape lacks is recomputed in that backward, which may then need more bytes beside the tape: `backward`
+    bytes, or the step's `working.backward` if it is None. `form` is what a front end runs, None for a chain that exists
+    only on paper; `name` is what people read, the form's text by default.
     """
 
     tape: int
@@ -63,11 +63,11 @@ class StepCost:
 
     Attributes:
         state: bytes of the state that the step starts from (1 for a step without state).
-        tape: bytes that its tape holds, its input among them.
+        tape: bytes that its tape holds, its input included.
         forward, backward: seconds, or any other unit as long as it is the same throughout.
         cotangent: bytes of the gradient of the input state, held while earlier steps run again.
-        working: bytes beyond snapshots, tapes and that cotangent while the step runs; its `backward` is for the whole
-            tape, and for options that do not say.
+        working: bytes beyond snapshots, tapes and that cotangent while the step runs; its `backward` applies to the
+            whole tape, and to options without a `backward` of their own.
         options: smaller tapes for the same step.
     """
 
@@ -99,18 +99,19 @@ class StepCost:
         return max(map(self.working_set_in, range(len(self.menu))))
 
     def working_set_in(self, form: int) -> int:
-        """The same where it is taped in the form that this entry of its menu says."""
+        """The same when the step is taped in the form of entry `form` of its menu."""
+        # While the step itself is pulled back, its cotangents are part of `working.backward`.
         return max(max(self.working.advance, self.working.tape) + self.cotangent, self.pulling[form])
 
     @property
     def pulling(self) -> tuple[int, ...]:
-        """For each entry of the menu, bytes beyond the tape while the step is pulled back in that form."""
+        """For each entry of the menu, the bytes beyond the tape while the step is pulled back in that form."""
         usual = self.working.backward
         return usual, *(usual if option.backward is None else option.backward for option in self.options)
 
     @property
     def beside_tapes(self) -> tuple[int, ...]:
-        """For each entry of the menu, bytes beyond all tapes at the step's worst moment, taping or backward."""
+        """For each entry of the menu, the bytes beyond all tapes at the step's worst moment, taping or backward."""
         return tuple(max(self.working.tape, pulling) for pulling in self.pulling)
 
     @property
@@ -121,7 +122,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The disk tier: seconds to write and to read one byte. It is taken to have room for every snapshot."""
+    """The disk tier: seconds to write and to read one byte. It is assumed to have room for every snapshot."""
 
     write: float
     read: float
@@ -133,12 +134,12 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """What an equal step costs in either way of taping it.
+    """The costs of an equal step in each of the two ways of taping it.
 
     Attributes:
-        several: in stretches of several steps.
-        single: one step at a time, which may need a little less beside its tape.
-        floor: bytes that finding these costs out takes, so that no smaller budget works.
+        several: the cost of a step in a stretch of several that are taped together.
+        single: the cost of a step taped alone, which may need a little less beside its tape.
+        floor: bytes that measuring these costs takes, so that no smaller budget works.
     """
 
     several: StepCost
@@ -150,7 +151,7 @@ class Ways:
 
 
 class Role(StrEnum):
-    """What a step of a whole model's chain is: a block, or something that no plan changes."""
+    """What a step of a whole model's chain stands for: a block, or something that no plan changes."""
 
     BLOCK = "block"
     BETWEEN = "between"  # before, between or after blocks
@@ -163,14 +164,14 @@ class Chain:
     """A row of steps. Make one with `Chain.equal(step, length)` or `Chain.of(steps)`.
 
     Attributes:
-        steps: what each costs, or one cost for all of them.
-        length: how many steps there are.
-        names: one for each step, or none; for reports.
-        parameters, gradients: bytes that are held with a plan or without, and that no budget counts; for reports, and 0
+        steps: the cost of each step, or one cost for all of them.
+        length: the number of steps.
+        names: a name for each step, for reports; empty if there are none.
+        parameters, gradients: bytes that are held with or without a plan, and that no budget counts; for reports, and 0
             where they are not known.
-        ways: both ways of taping equal steps, if they differ; `steps` has one of them, and planners choose.
-        roles: for a whole model, what each step is; none where all are alike.
-        layers: for a row of layers, which of them each step is, as ranges [start, stop); else none.
+        ways: the costs of both ways of taping equal steps, if they differ; `steps` has one, and planners choose.
+        roles: for a whole model, the role of each step; empty where all steps are alike.
+        layers: for a row of layers, the range [start, stop) of layers that make up each step; else empty.
     """
 
     steps: tuple[StepCost, ...]
@@ -209,7 +210,7 @@ class Chain:
 
     @classmethod
     def of(cls, steps: Iterable[StepCost], names: Iterable[str] = (), roles: Iterable[Role] = ()) -> Chain:
-        """Steps that each have a cost of their own; where all are the same, it is kept once."""
+        """Steps that each have a cost of their own; where all costs are the same, only one is stored."""
         steps = tuple(steps)
         if not steps:
             raise InputError("a chain needs at least one step; got an empty list")
@@ -221,22 +222,22 @@ class Chain:
         return replace(self, steps=Chain.of(steps).steps, ways=None)
 
     def taped(self, step: StepCost) -> Chain:
-        """The same equal steps at the cost of one of their ways."""
+        """The same chain of equal steps, at the cost of one of its two ways of taping."""
         return replace(self, steps=(step,))
 
     def name(self, k: int) -> str:
-        """The name of step k on one line and not too long, or its number."""
+        """The name of step k on one line of at most 40 characters, or its number if it has no name."""
         if not self.names:
             return f"step {k:,}"
         name = " ".join(self.names[k].encode(errors="replace").decode().split())
         return name if len(name) <= 40 else f"{name[:18]}...{name[-19:]}"  # what differs is often the end
 
     def role(self, k: int) -> Role:
-        """What step k is."""
+        """The role of step k."""
         return self.roles[k] if self.roles else Role.BLOCK
 
     def blocks(self) -> list[int]:
-        """The steps that are blocks, which is all of them but for what a whole model does outside of blocks."""
+        """The steps that are blocks: all of them, except for what a whole model does outside of blocks."""
         return [k for k in range(self.length) if self.role(k) is Role.BLOCK]
 
     @property
@@ -258,7 +259,7 @@ class Chain:
 
     @property
     def plain_tape(self) -> int:
-        """Bytes of all tapes, which is what backpropagation without a plan keeps."""
+        """Bytes of all tapes together, which backpropagation without a plan keeps."""
         return self.length * self.steps[0].tape if self.is_equal else sum(s.tape for s in self.steps)
 
     @property

@@ -1,4 +1,4 @@
-"""A chain as JSON, and back: also as earlier versions wrote it."""
+"""A chain as JSON, and back, also from the JSON of earlier versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowtide.chain import Chain, Role, StepCost, TapeOption, Ways, Working
 
 
 def chain_document(chain: Chain) -> dict[str, Any]:
-    """The chain as JSON has it."""
+    """The chain in the form that is written to JSON."""
     return {
         "length": chain.length,
         "steps": [_step_document(step) for step in chain.steps],
@@ -25,7 +25,7 @@ def chain_document(chain: Chain) -> dict[str, Any]:
 
 
 def chain_of(costs: dict[str, Any]) -> Chain:
-    """The chain that `chain_document` wrote. Those of earlier versions say what steps are by their names alone."""
+    """The chain that `chain_document` wrote. In earlier versions the roles of steps follow from their names alone."""
     steps, names = tuple(map(_step, costs["steps"])), tuple(costs["names"])
     roles, layers = costs.get("roles"), costs.get("layers")
     return Chain(
@@ -41,7 +41,7 @@ def chain_of(costs: dict[str, Any]) -> Chain:
 
 
 def _roles_named(names: tuple[str, ...]) -> tuple[Role, ...]:
-    """What steps are whose names were written by an earlier version: all but blocks have one in parentheses."""
+    """The roles of steps whose names an earlier version wrote: every name but a block's is in parentheses."""
     if not any(name.startswith("(") for name in names):
         return ()
     told = {"(optimizer step)": Role.OPTIMIZER, "(loss)": Role.LOSS}
@@ -52,7 +52,7 @@ _LAYERS = re.compile(r"([0-9]+)(?:-([0-9]+))? ")
 
 
 def _layers_named(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """Which layers steps are whose names were written by an earlier version: "3 Linear", "4-5 Conv2d, ReLU"."""
+    """The ranges of layers of steps whose names an earlier version wrote: "3 Linear", "4-5 Conv2d, ReLU"."""
     found = [_LAYERS.match(name) for name in names]
     return tuple((int(match[1]), int(match[2] or match[1]) + 1) for match in found if match) if all(found) else ()
 
@@ -71,7 +71,7 @@ def _step(step: dict[str, Any]) -> StepCost:
 
 
 def _option(option: dict[str, Any]) -> TapeOption:
-    """Options of earlier versions say their form by their name alone."""
+    """The option that `_step_document` wrote. In earlier versions its form follows from its name alone."""
     if "form" not in option:
         return TapeOption(**option, form=forms.form_named(option["name"]))
     form = option["form"]

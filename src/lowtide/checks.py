@@ -1,4 +1,4 @@
-"""What users give, checked once: whole numbers, seconds, functions, and that one knob is turned at most."""
+"""Checks of what users pass in: whole numbers, seconds, functions, and that at most one option is given."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from lowtide.errors import FunctionError, InputError
 
-# Larger numbers are slips of a unit.
-MOST_BYTES = 2**48
+# A larger number is taken for a mistake in its unit.
+MOST_BYTES = 2**48  # of one state, tape or working set
 MOST_STEPS = 2**40
-MOST_TOTAL = 2**200
+MOST_TOTAL = 2**200  # bytes or counts summed over a chain, and options that may be given generously
 
 
 def whole_number(value: int, name: str, *, least: int, most: int | None = None) -> int:
@@ -42,24 +42,24 @@ def seconds(value: float, name: str) -> float:
 
 
 def keep_whole(value: object, field_name: str, *, least: int, most: int = MOST_BYTES, label: str = "") -> None:
-    """Check a frozen value's field and keep it as an int: numpy's hash alike, but do not go to JSON."""
+    """Check a field of a frozen value and store it as an int: numpy's integers hash alike, but JSON refuses them."""
     number = whole_number(getattr(value, field_name), label or field_name, least=least, most=most)
     object.__setattr__(value, field_name, number)
 
 
 def keep_seconds(value: object, field_name: str, *, label: str = "") -> None:
-    """The same for seconds, kept as a float."""
+    """Check a field of seconds of a frozen value and store it as a float."""
     object.__setattr__(value, field_name, seconds(getattr(value, field_name), label or field_name))
 
 
 def function(value: object, name: str) -> None:
-    """Refuse what cannot be called."""
+    """Refuse a value that cannot be called."""
     if not callable(value):
         raise FunctionError(f"{name}={value!r} is a {type(value).__name__}, which cannot be called; give a function")
 
 
 def one_knob(given: Mapping[str, object]) -> None:
-    """Refuse more than one of these arguments; None is for one that is left out."""
+    """Refuse more than one of these options; None stands for an option that was not given."""
     turned = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if len(turned) > 1:
         raise InputError(f"{' and '.join(turned)} are two knobs; give one of {', '.join(given)}, or none")

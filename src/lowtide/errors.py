@@ -3,12 +3,12 @@
     LowtideError
     |-- InputError (ValueError)         an argument that cannot be used: what was given, what is accepted
     |   |-- BudgetError                 no plan fits the budget: `.least` is the smallest that works
-    |   `-- FunctionError (TypeError)   a function that cannot be used: not callable, another result, no such derivative
+    |   `-- FunctionError (TypeError)   a function that cannot be used: not callable, wrong result, no such derivative
     |-- PlanError (ValueError)          a plan that breaks the rules: `.place`, `.action`, `.state`
     `-- CheckpointError (RuntimeError)  a run that cannot reproduce the plain run's result
         `-- OtherDrawsError             a rerun that drew other random numbers: `.crowded` if another thread did
 
-Messages have the numbers and a way out.
+Every message states the numbers involved and a way out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BudgetError(InputError):
     Attributes:
         budget: the bytes that were asked for.
         least: the smallest number of bytes for which a plan exists.
-        word: what they were asked for as: "budget", or "peak" for a whole training step.
+        word: the argument that set them: "budget", or "peak" for a whole training step.
     """
 
     def __init__(self, budget: int, least: int, remedy: str, word: str = "budget") -> None:
@@ -43,7 +43,7 @@ class BudgetError(InputError):
 
 
 class FunctionError(InputError, TypeError):
-    """A function that cannot be used as it is: not callable, with another result than needed, or no such derivative."""
+    """A function that cannot be used: not callable, a result of the wrong kind, or a derivative it does not support."""
 
 
 class PlanError(LowtideError, ValueError):
@@ -52,7 +52,7 @@ class PlanError(LowtideError, ValueError):
     Attributes:
         place: position of the offending action in the plan, counted from 0.
         action: the offending action, None when the plan ended too early.
-        state: what was current, stored and taped when it came.
+        state: text that says what was current, stored and taped when the action was reached.
     """
 
     def __init__(self, reason: str, *, place: int, action: object, state: str) -> None:
@@ -68,14 +68,14 @@ class PlanError(LowtideError, ValueError):
 
 
 class CheckpointError(LowtideError, RuntimeError):
-    """A run that cannot reproduce the plain run's result, and says so instead of returning another."""
+    """A run that cannot reproduce the plain run's result: raised instead of returning a different one."""
 
 
 class OtherDrawsError(CheckpointError):
-    """The rerun drew other random numbers than the first run, or it cannot be told whether it did.
+    """The rerun drew other random numbers than the first run, or it cannot be determined whether it did.
 
     Attributes:
-        crowded: whether it is because another thread drew from the same generator meanwhile.
+        crowded: whether the cause is another thread that drew from the same generator in the meantime.
     """
 
     def __init__(self, message: str, *, crowded: bool) -> None:

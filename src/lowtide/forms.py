@@ -1,9 +1,9 @@
-"""The forms in which a step can be run, as values: what an entry of a step's menu means.
+"""The forms in which a step can be run, as values: the meaning of an entry of a step's menu.
 
-A form says for a block, and for modules inside it, which way each is run; the form without any way keeps the whole
-tape. So a plan, which is numbers and values, can be run anywhere. `document` and `form_of` are the one codec to JSON
-and back. `str(form)` is for people; nothing is decided by it. Plans of earlier versions have the text alone, and
-`form_named` reads it for them.
+A form holds, for a block and for modules inside it, the way in which each is run; the form without any way keeps the
+whole tape. Being a value, it makes a plan that can be run anywhere. `document` and `form_of` are the one codec to JSON
+and back. `str(form)` is for people; nothing is decided by it. Plans of earlier versions have only that text, which
+`form_named` reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowtide.sizes import format_size
 
 @dataclass(frozen=True, slots=True)
 class LeanForm:
-    """A lean tape: the most bytes that it keeps, and that are made again at once."""
+    """A lean tape: the most bytes that it keeps, and the most recomputed bytes that are alive at once."""
 
     tape: int
     working: int
@@ -35,7 +35,7 @@ class LeanForm:
 
 @dataclass(frozen=True, slots=True)
 class LayerRange:
-    """Layers [start, stop), called one after the other, with a whole tape or a lean one."""
+    """Layers [start, stop), called one after another, with a whole tape or a lean one."""
 
     start: int
     stop: int
@@ -50,8 +50,8 @@ class LayerRange:
 class LayerNest:
     """A row of layers in nested checkpoint calls: ranges of layers, and nests of them that are run again together.
 
-    As text, "0 (1-2 (3 4~120+16)) 5": those in parentheses are one checkpoint call, and a tilde is followed by the
-    bytes that a lean tape of the layers keeps, and makes again at once.
+    As text, "0 (1-2 (3 4~120+16)) 5": the layers in parentheses are one checkpoint call, and a tilde is followed by the
+    two numbers of the layers' `LeanForm`.
     """
 
     parts: tuple[LayerRange | LayerNest, ...]
@@ -60,7 +60,7 @@ class LayerNest:
         return " ".join(f"({part})" if isinstance(part, LayerNest) else str(part) for part in self.parts)
 
     def ranges(self) -> Iterator[LayerRange]:
-        """All ranges in it, in order."""
+        """All ranges of layers in the nest, in order."""
         for part in self.parts:
             if isinstance(part, LayerNest):
                 yield from part.ranges()
@@ -73,11 +73,12 @@ class Way:
     """How one module is run.
 
     Attributes:
-        rerun: without a tape; again in the backward.
-        lean: with a tape of this size, in the first run or in the rerun.
-        nest: for a row of layers: in nested checkpoint calls.
-        kept: for a rerun: names of the values that the first run keeps.
-        products: for a rerun: which products of arrays the first run keeps, "all" or "weights" (without a batch).
+        rerun: run without a tape, and again in the backward.
+        lean: the size of a lean tape, which the rerun keeps if there is one, else the first run.
+        nest: for a row of layers, its nested checkpoint calls.
+        kept: for a rerun, the names of values that the first run keeps.
+        products: for a rerun, the products of arrays that the first run keeps: "all", or "weights" for those without a
+            batch.
     """
 
     rerun: bool = False
@@ -110,7 +111,7 @@ _PRODUCTS = {"all": "keep products", "weights": "keep products of weights"}
 
 
 class FormKind(StrEnum):
-    """What sort of form it is, in the words and the order in which reports count blocks: "8 kept, 3 lean"."""
+    """The kind of a form, in the words and the order in which reports count blocks: "8 kept, 3 lean"."""
 
     KEPT = "kept"
     LEAN = "lean"
@@ -122,7 +123,7 @@ class FormKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """For a block ("") and for modules inside it, by their paths, the way that each is run; none keeps the tape."""
+    """The way in which a block (path "") and modules inside it (by path) are run; without any, the tape is kept."""
 
     ways: tuple[tuple[str, Way], ...] = ()
 
@@ -139,7 +140,7 @@ class Form:
 
     @property
     def kind(self) -> FormKind:
-        """What sort of form it is: one way for the whole block, or a way for each of some parts of it."""
+        """The kind of the form: one way for the whole block, or a way for each of some of its parts."""
         if not self.ways:
             return FormKind.KEPT
         (path, way), *others = self.ways
@@ -151,12 +152,12 @@ class Form:
 
     @property
     def is_lean(self) -> bool:
-        """Whether something is run with a lean tape."""
+        """Whether the block, or anything in it, is run with a lean tape."""
         return any(way.lean is not None or (way.nest is not None and _has_lean(way.nest)) for _, way in self.ways)
 
     @property
     def whole_lean(self) -> LeanForm | None:
-        """The lean tape that all of it is run with, and not run again, if that is the form."""
+        """The lean tape with which the whole block is run, if that is its one way and it is not run again."""
         match self.ways:
             case (("", Way(rerun=False, lean=LeanForm() as lean)),):
                 return lean
@@ -176,11 +177,11 @@ def lean_form(tape: int, working: int, *, rerun: bool = False) -> Form:
     return Form((("", Way(rerun=rerun, lean=LeanForm(tape, working))),))
 
 
-# JSON. A form is a list of ways, each an object of what is not as by default.
+# JSON. A form is a list of ways, each an object with the fields that differ from their defaults.
 
 
 def document(form: Form) -> list[dict[str, Any]]:
-    """The form as JSON has it."""
+    """The form as it is written to JSON."""
     return [_way_document(path, way) for path, way in form.ways]
 
 
@@ -219,7 +220,7 @@ def _way_of(written: dict[str, Any]) -> Way:
 
 
 def _nest_document(nest: LayerNest) -> list[Any]:
-    """Its parts: {"again": parts}, or the numbers [start, stop], or with a lean tape [start, stop, tape, working]."""
+    """The nest's parts: {"again": parts}, or [start, stop], or with a lean tape [start, stop, tape, working]."""
     return [
         {"again": _nest_document(part)} if isinstance(part, LayerNest) else _range_document(part) for part in nest.parts
     ]
@@ -238,7 +239,7 @@ def _range_of(start: int, stop: int, *lean: int) -> LayerRange:
     return LayerRange(start, stop, LeanForm(*lean) if lean else None)
 
 
-# The text that plans of earlier versions have in the place of a form.
+# The text that plans of earlier versions have in place of a form.
 
 _PART = re.compile(r"(?:(?P<path>[^ :;]+): )?(?P<way>.+)")
 _WAY = re.compile(r"(?P<rerun>rerun(?:$|, (?=lean)))?(?:lean (?P<tape>[0-9]+) \+ (?P<working>[0-9]+) B)?")
@@ -247,7 +248,7 @@ _KEPT = "rerun, keep "
 
 
 def form_named(text: str) -> Form | None:
-    """The form that an earlier version wrote as this text, or None if it is no form's."""
+    """The form that an earlier version wrote as this text, or None if the text is not that of a form."""
     if text == str(KEEP):
         return KEEP
     ways = []
@@ -276,10 +277,10 @@ def _way_named(text: str) -> Way | None:
 
 
 def nest_written(text: str) -> LayerNest:
-    """The nest of layers that is written so.
+    """The nest of layers whose text this is.
 
     Raises:
-        InputError: it is none.
+        InputError: the text is not that of a nest.
     """
     stack: list[list[LayerRange | LayerNest]] = [[]]
     place = 0

@@ -3,8 +3,8 @@
 from lowtide.lightning import LowtideCallback
 Trainer(..., callbacks=[LowtideCallback(peak="8GiB")])
 
-What is planned is `training_step`, with the first batch and under the trainer's precision. While it is run for that,
-nothing is logged.
+The plan is for `training_step`, with the first batch and the trainer's precision. Nothing is logged while the step is
+run for planning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowtide.torch.model.trainer import Gradients, in_short, plan_step
 try:
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers.logger import DummyLogger
-except ImportError:  # the same, under the name that it had before
+except ImportError:  # the same package under its earlier name
     from pytorch_lightning import Callback
     from pytorch_lightning.loggers.logger import DummyLogger
 
@@ -34,18 +34,18 @@ __all__ = ["LowtideCallback"]
 __dir__ = sorted(__all__).copy  # what `dir` and tab completion show
 
 
-_LOGS = ("log", "log_dict", "print")
+_LOGGING_METHODS = ("log", "log_dict", "print")
 
 
 class LightningCallback(Callback):  # type: ignore[misc]  # lightning is not followed
-    """Lets a LightningModule train within a peak: planned at the first batch of training.
+    """Trains a LightningModule within a peak: the plan is made at the first batch of training.
 
     Losses and gradients are those of the run without it, to the last bit.
 
     Args:
-        peak: most bytes of tensors alive at any moment of a step, "8GiB" or a number: parameters, gradients, the
+        peak: the most bytes of tensors alive at any moment of a step, "8GiB" or a number: parameters, gradients, the
             optimizer's state, the batch, tapes, and what reruns need.
-        batch: plan for this batch, and not for the first one; the largest that will come, if they differ.
+        batch: plan for this batch instead of the first one; give the largest if batches differ.
         keep: leave the plan applied when training ends.
         verbose: print the plan when it is made, without its table of blocks.
 
@@ -61,7 +61,7 @@ class LightningCallback(Callback):  # type: ignore[misc]  # lightning is not fol
         self.plan: Plan | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget an earlier training's plan."""
+        """Discard the plan of an earlier training."""
         if not pl_module.automatic_optimization:
             raise InputError(
                 f"{type(pl_module).__name__} optimizes by hand, so its training_step cannot be run to be measured; "
@@ -71,7 +71,7 @@ class LightningCallback(Callback):  # type: ignore[misc]  # lightning is not fol
         self.plan = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """At the first batch, plan."""
+        """Make and apply the plan at the first batch."""
         if self.plan is not None:
             return
         if self.batch is not None:
@@ -85,7 +85,7 @@ class LightningCallback(Callback):  # type: ignore[misc]  # lightning is not fol
                 {},
                 peak=self.peak,
                 optimizer=trainer.optimizers[0] if trainer.optimizers else None,
-                # Lightning lets go of them when the forward is over.
+                # Lightning frees gradients between the forward and the backward.
                 gradients=Gradients.NEVER if accumulates else Gradients.BEFORE_BACKWARD,
             )
         lt.apply(self.plan, pl_module)
@@ -93,12 +93,12 @@ class LightningCallback(Callback):  # type: ignore[misc]  # lightning is not fol
             print(in_short(self.plan))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the module be as it was."""
+        """Undo the plan, unless it is to be kept."""
         if not self.keep:
             lt.unapply(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """So too when training fails."""
+        """Undo the plan when training fails, too."""
         self.on_train_end(trainer, pl_module)
 
 
@@ -107,7 +107,7 @@ LowtideCallback.__name__ = LowtideCallback.__qualname__ = "LowtideCallback"
 
 
 def _step_of(trainer: Trainer, module: LightningModule) -> Any:
-    """A training step as the trainer makes it."""
+    """A function that runs a training step as the trainer does."""
     parameters = inspect.signature(module.training_step).parameters.values()
     takes_index = len(parameters) > 1 or any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
 
@@ -120,18 +120,18 @@ def _step_of(trainer: Trainer, module: LightningModule) -> Any:
 
 @contextmanager
 def _nothing_logged(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Inside, what a training step logs goes nowhere, by whichever way."""
+    """Discard whatever a training step logs, by any of Lightning's ways to log."""
     loggers = trainer.loggers
-    for name in _LOGS:
+    for name in _LOGGING_METHODS:
         module.__dict__[name] = _silent
     trainer.loggers = [DummyLogger()] if loggers else []
     try:
         yield
     finally:
         trainer.loggers = loggers
-        for name in _LOGS:
+        for name in _LOGGING_METHODS:
             del module.__dict__[name]
 
 
 def _silent(*args: Any, **kwargs: Any) -> None:
-    """Logs nothing."""
+    """Log nothing."""

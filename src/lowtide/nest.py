@@ -1,9 +1,9 @@
-"""A plan for layers as ranges in ranges: what is called, and what is run again together from where it starts.
+"""A plan for layers as nested ranges: which steps are called, and which are run again together from their start.
 
-Schedules in which every snapshot and tape stays until its own backward are called persistent, and every planner for
-memory alone makes them. Such a plan is a nest: the steps that it advances over are a part that is run again, and what
-it does after restoring that part's start is what is inside. So the shape is read from a plan's actions, and not asked
-of the planner; both front ends run layers by it.
+A schedule in which every snapshot and tape stays until its own backward is called persistent, and every planner that
+uses memory alone makes such schedules. A persistent plan is a nest: the steps that it advances over are a part that is
+run again, and what the plan does after restoring the start of that part is what the part contains. So the nest is read
+from a plan's actions, without asking the planner. Both front ends run layers by it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ _Bounds = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Steps [start, stop): called, or run again together, with parts of their own inside.
+    """Steps [start, stop): called, if nothing is inside; else run again together, as the parts inside.
 
-    `option` is the entry of their menus that steps which are called are taped in: 0 for as they are. `depth` is how
-    many reruns are inside one another.
+    Attributes:
+        start, stop: the range of steps.
+        inside: the parts that a rerun of this part consists of; empty for steps that are called.
+        option: for steps that are called, the entry of their menus that they are taped in; 0 keeps the whole tape.
+        depth: the number of reruns that are nested in one another, this part's included.
     """
 
     start: int
@@ -36,10 +39,10 @@ class Part:
 
 
 def nest_of(actions: Iterable[Action], length: int, planner: str) -> tuple[Part, ...]:
-    """The nest of a plan over `length` steps, made by `planner`, whose actions were judged to be legal.
+    """The nest of a plan over `length` steps, made by `planner`, whose actions are known to be legal.
 
     Raises:
-        InputError: it drops something early and makes it again later, or uses a disk.
+        InputError: the plan drops something early and recomputes it later, or uses a disk.
     """
     reading = _Reading(length)
     for action in actions:
@@ -52,23 +55,23 @@ def nest_of(actions: Iterable[Action], length: int, planner: str) -> tuple[Part,
 
 
 class _Reading:
-    """Reads actions one by one.
+    """Reads the nest from a plan's actions, one by one.
 
-    A sweep is one run from a stored state up to where the backward has come. For the whole, and for each range that is
-    advanced over, it is kept what is called and what is advanced over in its sweep, and the form in which what is
-    called is taped.
+    A sweep is one run from a stored state up to the state that the backward has reached. There is one for the whole
+    chain, and one for each range that is advanced over, in which that range is run again. A sweep is recorded as the
+    ranges that it tapes or advances over, each with the menu entry in which it is taped.
     """
 
     def __init__(self, length: int) -> None:
         self._whole = (0, length)
         self._sweeps: dict[_Bounds, list[tuple[int, int, int]]] = {self._whole: []}
         self._sweep = self._sweeps[self._whole]
-        self._front = length  # the backward has come so far
+        self._front = length  # the state that the backward has reached
         self._advanced: set[_Bounds] = set()
         self._stored: set[int] = set()
 
     def follow(self, action: Action) -> bool:
-        """Whether the action, which is taken in, is one of a nest."""
+        """Record the action; False if no nest has it."""
         match action:
             case Advance(start, stop):
                 self._advance(start, stop)
@@ -76,6 +79,8 @@ class _Reading:
                 self._sweep.append((start, stop, option))
             case Backward(start):
                 self._front = start
+            # A persistent plan restores a state to treat the range that was advanced over from there, and it does so
+            # when everything after that range has been pulled back. Any other restore is not one of a nest.
             case Restore(start) if (start, self._front) in self._advanced:
                 self._sweep = self._sweeps[start, self._front] = []
             case Save(step, Tier.MEMORY):
@@ -87,13 +92,16 @@ class _Reading:
         return True
 
     def _advance(self, start: int, stop: int) -> None:
+        # Without a snapshot between them, two runs in a row are one range: it can only be run again from its start.
         if self._sweep and self._sweep[-1][:2] in self._advanced and start not in self._stored:
-            start = self._sweep.pop()[0]  # it goes on from where it was
+            start = self._sweep.pop()[0]
         self._sweep.append((start, stop, 0))
         self._advanced.add((start, stop))
 
     def parts(self) -> tuple[Part, ...]:
-        """The nest. Inner parts come later in the actions: they are put together first."""
+        """The parts of the whole chain, once all actions are recorded."""
+        # A range is run again only after it was advanced over, so its sweep was recorded after the one that contains
+        # it: in reverse order, what is inside a part is known when the part is made.
         parts: dict[_Bounds, tuple[Part, ...]] = {}
         for bounds in reversed(self._sweeps):
             parts[bounds] = tuple(

@@ -1,10 +1,10 @@
-"""A plan is a value: a chain, the knob it was made for, the schedule that a planner chose, and its bill.
+"""A plan is a value: a chain, the option it was made for, the schedule that a planner chose, and its bill.
 
-`plan.actions()` is a lazy iterator, so a plan over a million steps is a few hundred bytes. Its JSON stores
-the planner's name and parameters; the actions are made again from them. A schedule is anything that can
-list its actions and its bill for a chain; planners register theirs here by name, so this module imports none.
+`plan.actions()` is a lazy iterator, so a plan over a million steps is a few hundred bytes. Its JSON stores the
+planner's name and parameters, from which the actions follow. A schedule is anything that can list its actions and its
+bill for a chain; planners register theirs here by name, so this module imports no planner.
 
-A `Bill` is what a plan will cost, a `Receipt` what a run did cost.
+A `Bill` is the predicted cost of a plan, a `Receipt` the measured cost of a run.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from lowtide.checks import MOST_TOTAL, keep_seconds, keep_whole, whole_number
 from lowtide.errors import InputError
 from lowtide.sizes import format_size
 
-FORMAT = 1
+FORMAT = 1  # of the JSON; any other is refused
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What a plan will cost.
+    """The predicted cost of a plan.
 
     Attributes:
-        plain_runs: step runs that keep nothing.
+        plain_runs: step runs that keep no tape.
         taping_runs: step runs that keep their tape; one for each step.
         backward_runs: steps pulled back; one for each step.
-        peak_memory: most bytes of snapshots, tapes and working set at once.
-        peak_disk: most bytes of snapshots on disk at once.
-        peak_snapshots: most snapshots at once, in memory and on disk.
-        seconds: of all runs, and of writing to and reading from disk.
+        peak_memory: the most bytes of snapshots, tapes and working set at once.
+        peak_disk: the most bytes of snapshots on disk at once.
+        peak_snapshots: the most snapshots at once, in memory and on disk together.
+        seconds: the time of all runs, and of writing to and reading from disk.
     """
 
     plain_runs: int
@@ -51,7 +51,7 @@ class Bill:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A proven lower bound: no plan `scope` ("with 10 snapshots", say) makes fewer than `runs` plain runs."""
+    """A proven lower bound: of the plans that `scope` names ("with 10 snapshots"), none has fewer plain `runs`."""
 
     runs: int
     scope: str
@@ -59,21 +59,21 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a run did cost.
+    """The measured cost of a run.
 
     Attributes:
-        plain_runs: step runs that kept nothing.
+        plain_runs: step runs that kept no tape.
         taping_runs: step runs that kept their tape.
         backward_runs: steps pulled back.
         probe_runs: step runs that measured something and were not part of the plan.
-        peak_memory: most bytes of tensors made inside and alive at once; 0 if it was not measured.
-        peak_disk: most bytes of snapshots on disk at once.
+        peak_memory: the most bytes of tensors that were made inside and alive at once; 0 if not measured.
+        peak_disk: the most bytes of snapshots on disk at once.
         seconds: wall-clock time.
-        held: what `peak_memory` counts and no budget does, because the plain run holds it too: outputs, gradients, and
-            whatever was still alive at the end.
-        curve: most bytes alive in each of so many equal shares of the time, without what `held` counts; empty if they
-            were not followed.
-        kept_whole: calls of lean functions that did not go as traced, and kept their whole tape.
+        held: the part of `peak_memory` that no budget counts, because the plain run holds it too: outputs, gradients,
+            and whatever was still alive at the end.
+        curve: the run's time is divided into `len(curve)` equal parts; for each, the most bytes alive, without those in
+            `held`. Empty if the bytes were not followed.
+        kept_whole: calls of lean functions that did not go as traced and kept their whole tape.
     """
 
     plain_runs: int = 0
@@ -99,7 +99,7 @@ class Receipt:
                 keep_whole(self, field.name, least=0, most=MOST_TOTAL)
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """The receipt, as (label, text) pairs. Runs are told where some were counted: a whole model's are not."""
+        """The receipt as (label, text) pairs. Runs are listed only if any were counted: a whole model's are not."""
         runs = []
         if self.plain_runs or self.taping_runs or self.backward_runs or self.probe_runs:
             runs += [f"{self.plain_runs:,} plain, {self.taping_runs:,} taping, {self.backward_runs:,} backward"]
@@ -116,7 +116,7 @@ class Receipt:
         return "\n".join(f"{label:<8}{text}" for label, text in self.lines())
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """The HTML that notebooks show."""
         return _notebook_html(self)
 
     def to_json(self) -> str:
@@ -132,7 +132,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """What the user turned: "budget", "peak", "checkpoints" or "base" with its value, or "none"."""
+    """The option that the user gave: "budget", "peak", "checkpoints" or "base" with its value, or "none"."""
 
     name: str
     value: int | None = None
@@ -145,7 +145,7 @@ class Knob:
 
     @property
     def in_bytes(self) -> bool:
-        """Whether it limits memory in bytes, and does not count snapshots or steps."""
+        """Whether the option limits memory in bytes, rather than counting snapshots or steps."""
         return self.name in ("budget", "peak")
 
     def __str__(self) -> str:
@@ -156,7 +156,10 @@ class Knob:
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """What a plan does with one step: how often it is run plainly, whether its state is stored, how it is taped."""
+    """What a plan does with one step: how often it runs without a tape, whether its state is stored, how it is taped.
+
+    `state` and `tape` are bytes; `form` is the text of the menu entry in which the step is taped.
+    """
 
     name: str
     state: int
@@ -173,7 +176,13 @@ class StepDecision:
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """A peak at which a faster choice becomes possible: its seconds beyond those of keeping all, and the choice."""
+    """A peak, in bytes, at which a faster choice becomes possible.
+
+    Attributes:
+        peak: the bytes.
+        extra: the seconds that the choice takes beyond those of keeping every tape.
+        options: the choice: for each step, the entry of its menu.
+    """
 
     peak: int
     extra: float
@@ -186,10 +195,10 @@ class Schedule(Protocol):
     planner: ClassVar[str]
 
     def actions(self, chain: Chain) -> Iterator[Action]:
-        """The actions, made one by one as they are asked for."""
+        """The actions, made one by one as they are requested."""
 
     def bill(self, chain: Chain) -> Bill:
-        """What they will cost; must agree with playing them on paper."""
+        """The cost of the actions; must equal what `simulate` finds by playing them."""
 
     def bound(self, chain: Chain) -> Bound | None:
         """A proven lower bound on plain runs, if there is one."""
@@ -202,20 +211,20 @@ class Schedule(Protocol):
         """For a whole model: every choice worth making, from the largest peak to the least."""
 
     def lines(self, plan: Plan) -> Iterator[tuple[str, str]]:
-        """What `Plan.lines` says of a plan with this schedule."""
+        """The (label, text) pairs of `Plan.lines` for a plan with this schedule."""
 
     def table(self, plan: Plan) -> Iterator[str]:
-        """A line for each step or block that has something of its own to say."""
+        """A line for each step or block that is not like all others."""
 
 
 class ChainSchedule:
-    """What schedules of loops and layers say of their plans."""
+    """The text of plans for loops and layers: the part of `Schedule` that their schedules share."""
 
     __slots__ = ()
     planner: ClassVar[str]
 
     def frontier(self, chain: Chain) -> tuple[FrontierPoint, ...]:
-        """None: only a whole model's blocks have one."""
+        """Refused: only a whole model's blocks have a frontier."""
         raise InputError(
             f"planner {self.planner!r} has no frontier of blocks; "
             "lowtide.frontier(plan.chain) makes a plan for each of many budgets"
@@ -249,12 +258,12 @@ class ChainSchedule:
         return iter(()) if plan.chain.is_equal else map(str, plan.decisions())
 
 
-# Reports read plans, and plans know no report: what makes notebook HTML of a plan or receipt is handed in.
+# Reports import plans, so plans cannot import reports: the function that makes notebook HTML is handed in.
 _notebook_html: Callable[[Plan | Receipt], str] = str
 
 
 def show_in_notebooks(html: Callable[[Plan | Receipt], str]) -> None:
-    """Let notebooks show plans and receipts as `html` has them."""
+    """Let notebooks show plans and receipts as the HTML that `html` returns."""
     global _notebook_html
     _notebook_html = html
 
@@ -274,11 +283,11 @@ class Plan:
     """The decision which states to keep, which tapes to keep and what to run again.
 
     Attributes:
-        chain: what the steps cost.
-        knob: the option that it was made for.
+        chain: the steps and their costs.
+        knob: the option that the plan was made for.
         schedule: the planner's answer, from which the actions follow.
-        bill: what it will cost.
-        rooms: whether it is for a program whose buffers are laid out before it runs (`planners/revolve.py`).
+        bill: the predicted cost.
+        rooms: whether the plan is for a program whose buffers are laid out before it runs (`planners/revolve.py`).
     """
 
     chain: Chain
@@ -293,12 +302,12 @@ class Plan:
         return cls(chain, knob, schedule, schedule.bill(chain), rooms)
 
     def actions(self) -> Iterator[Action]:
-        """The actions in order, made as they are asked for."""
+        """The actions in order, made one by one as they are requested."""
         return self.schedule.actions(self.chain)
 
     @property
     def planner(self) -> str:
-        """Name of the planner that made it."""
+        """The name of the planner that made the plan."""
         return self.schedule.planner
 
     @property
@@ -322,7 +331,7 @@ class Plan:
 
     @property
     def time_factor(self) -> float:
-        """Predicted time as a multiple of the plain loop's, or of the time that a whole model's chain has."""
+        """Predicted time as a multiple of the plain loop's; for a whole model, of the time that its blocks take."""
         plain = self.chain.plain_seconds
         return self.bill.seconds / plain if plain else 1.0
 
@@ -337,11 +346,11 @@ class Plan:
         return "\n".join([*rows, *(f"  {line}" for line in self.schedule.table(self))])
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """The HTML that notebooks show."""
         return _notebook_html(self)
 
     def decisions(self) -> list[StepDecision]:
-        """What happens to each step, in the order of the chain."""
+        """What the plan does with each step, in the order of the chain."""
         length = self.chain.length
         runs, stored, forms = [0] * length, [False] * length, [0] * length
         for action in self.actions():
@@ -371,7 +380,7 @@ class Plan:
         return self.schedule.lines(self)
 
     def to_json(self) -> str:
-        """The plan as JSON: the planner and its parameters, never the actions."""
+        """The plan as JSON: the planner and its parameters, not the actions."""
         document = {
             "lowtide": FORMAT,
             "chain": chain_document(self.chain),
@@ -385,7 +394,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote; refused if this version would play it differently."""
+        """The plan that `to_json` wrote; refused if its bill would be another in this version."""
         document = _document(text, "chain", "knob", "planner", "parameters", "bill")
         name = document["planner"]
         if not isinstance(name, str) or name not in _SCHEDULES:
@@ -394,7 +403,7 @@ class Plan:
         with _form_of("plan"):
             chain, knob = chain_of(document["chain"]), Knob(**document["knob"])
             rooms = document.get("rooms")
-            if rooms is None:  # written before it was stored
+            if rooms is None:  # by a version that did not store it
                 rooms = _had_rooms(chain, knob, name)
             plan = cls.make(chain, knob, schedule(**_values(document["parameters"])), rooms=rooms)
             stored = Bill(**document["bill"])
@@ -414,7 +423,7 @@ def check_plan(plan: object, maker: str) -> None:
 
 @contextmanager
 def _form_of(what: str) -> Iterator[None]:
-    """Turn errors of malformed JSON into an InputError that says what it was meant to be."""
+    """Turn the errors that malformed JSON causes into an InputError that says what the JSON was meant to be."""
     try:
         yield
     except (TypeError, KeyError, AttributeError) as error:
@@ -422,13 +431,13 @@ def _form_of(what: str) -> Iterator[None]:
 
 
 def _had_rooms(chain: Chain, knob: Knob, planner: str) -> bool:
-    """Whether an earlier version planned with rooms: asked for bytes, it made a plan of slots or a base."""
+    """Whether an earlier version planned with rooms: then, given bytes or no option, it chose slots or a base."""
     asked = knob.name in ("budget", "none")
     return asked and chain.is_equal and chain.ways is None and planner in ("revolve", "base")
 
 
 def _values(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Parameters as they were before JSON: its lists were tuples, and its one object is a disk."""
+    """Parameters as they were before JSON, where tuples became lists and a disk became an object."""
     return {
         name: tuple(value) if isinstance(value, list) else Disk(**value) if isinstance(value, dict) else value
         for name, value in parameters.items()

@@ -1,13 +1,12 @@
-"""Plays a plan on paper: is every action legal, and what does the whole cost.
+"""Plays a plan on paper: whether every action is legal, and what the whole plan costs.
 
-The rules. The state at step 0 is current when a plan begins; it is the plan's to store like any other. An
-action may use only what is there: Advance, Tape and Save start from the current state, Restore and Drop
-name a stored snapshot, Backward starts where the last one stopped and finds its tapes on top. Nothing runs
-past the point that the backward has reached, nor below a tape that is kept. At the end the backward is at 0 and
-nothing is left behind.
+The rules. State 0 is current when a plan begins, and a plan has to store it like any other. An action may use only what
+exists: Advance, Tape and Save start from the current state, Restore and Drop name a stored snapshot, Backward starts
+where the previous one stopped and needs its tapes to be the newest. No step runs beyond the state that the backward has
+reached, nor below a tape that is kept. At the end the backward is at state 0 and no snapshot is left.
 
-Memory is the snapshots, the tapes, and the working set of the step being run; the cotangent of the state
-that the backward has reached is held from then on. It does not check a budget: compare the bill with it.
+Memory is the snapshots, the tapes and the working set of the step being run; once the backward has reached a state, the
+cotangent of that state is held as well. No budget is checked here: compare the bill with it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,16 @@ from lowtide.plan import Bill, Plan
 
 
 def simulate(plan: Plan) -> Bill:
-    """The bill of playing the plan, or PlanError at the first action that is not legal."""
+    """The bill of playing the plan.
+
+    Raises:
+        PlanError: at the first action that is not legal.
+    """
     return simulate_actions(plan.chain, plan.actions(), disk=plan.schedule.disk)
 
 
 def simulate_actions(chain: Chain, actions: Iterable[Action], *, disk: Disk | None = None) -> Bill:
-    """The bill of any row of actions on `chain`; see `simulate`."""
+    """The bill of playing any sequence of actions on `chain`; see `simulate`."""
     ledger = Ledger(chain, disk)
     for action in actions:
         ledger.play(action)
@@ -35,7 +38,7 @@ def simulate_actions(chain: Chain, actions: Iterable[Action], *, disk: Disk | No
 
 
 def judged(plan: Plan) -> Iterator[Action]:
-    """The plan's actions, each checked before it is handed out: for whoever runs them once and for all."""
+    """The plan's actions, each checked before it is yielded: for callers that run them as they come."""
     ledger = Ledger(plan.chain, plan.schedule.disk)
     for action in plan.actions():
         ledger.play(action)
@@ -44,19 +47,19 @@ def judged(plan: Plan) -> Iterator[Action]:
 
 
 class Watcher(Protocol):
-    """Whoever wants to see a plan played. It is told what is done, and after each run what is held meanwhile."""
+    """An observer of a plan being played: called with each action, and with the bytes held at each of its moments."""
 
     def advanced(self, start: int, stop: int) -> None:
-        """Steps [start, stop) are run and keep nothing."""
+        """Steps [start, stop) are run without a tape."""
 
     def taped(self, start: int, stop: int, option: int) -> None:
-        """Steps [start, stop) are run and taped."""
+        """Steps [start, stop) are run and taped in the form of this menu entry."""
 
     def pulled(self, start: int, stop: int, option: int) -> None:
-        """Steps [start, stop), taped in this form, are pulled back."""
+        """Steps [start, stop), taped in the form of this menu entry, are pulled back."""
 
     def held(self, snapshots: int, tapes: int, cotangent: int, working: int) -> None:
-        """The bytes of each that are in memory at this moment."""
+        """Bytes of each kind are in memory at this moment."""
 
     def stored(self, step: int, tier: Tier) -> None:
         """A snapshot is stored."""
@@ -69,7 +72,7 @@ class Watcher(Protocol):
 
 
 class Ledger:
-    """What is current, stored and taped, and what it has cost so far; a `watcher` is told as it goes."""
+    """What is current, stored and taped while a plan is played, and its cost so far; reports to a `watcher`."""
 
     __slots__ = (
         "_backward_seconds",
@@ -106,17 +109,17 @@ class Ledger:
         self._front = len(chain)  # the backward has reached this state
         self._snapshots: dict[tuple[int, Tier], int] = {}
         self._tapes: list[tuple[int, int, int]] = []  # (start, stop, option), the newest last
-        self._snapshot_bytes = 0  # those in memory
+        self._snapshot_bytes = 0  # in memory; those on disk are `_disk_bytes`
         self._tape_bytes = 0
         self._disk_bytes = 0
-        self._place = 0
+        self._place = 0  # actions played so far, for errors
         self._plain_runs = self._taping_runs = 0
         self._peak_memory = self._peak_disk = self._peak_snapshots = 0
         self._disk_written = self._disk_read = 0
         self._forward_seconds = self._backward_seconds = 0.0
 
     def play(self, action: Action) -> None:
-        """Do one action, or raise PlanError."""
+        """Play one action; PlanError if it is not legal."""
         match action:
             case Advance():
                 self._advance(action)
@@ -135,13 +138,14 @@ class Ledger:
         self._place += 1
 
     def close(self) -> Bill:
-        """The bill, once the backward has come all the way and nothing is left behind."""
+        """The bill of all actions played; PlanError unless the backward is at state 0 and no snapshot is left."""
         if self._front != 0:
             self._refuse(None, f"the backward stopped at state {self._front:,} instead of 0")
         if self._snapshots:
             self._refuse(None, f"{len(self._snapshots):,} snapshots are still stored")
         chain, length = self._chain, len(self._chain)
-        if chain.is_equal:  # counts times cost, which does not gather rounding over a million actions
+        if chain.is_equal:
+            # Counts times cost, not a sum over a million actions: rounding errors do not add up.
             step = chain[0]
             self._forward_seconds = (self._plain_runs + self._taping_runs) * step.forward
             self._backward_seconds += length * step.backward
@@ -186,6 +190,7 @@ class Ledger:
             self._tape_bytes += (stop - start) * menus[0][option].tape
             self._reach(cotangent, chain[0].working.tape)
         else:
+            # `working.tape` is what a step needs beside its own complete tape, so the tape is added first.
             for step, menu in zip(chain.steps[start:stop], menus, strict=True):
                 self._tape_bytes += menu[option].tape
                 self._reach(cotangent, step.working.tape)
@@ -201,6 +206,8 @@ class Ledger:
         if not 0 <= start < stop:
             self._refuse(action, "the range is empty or out of order")
         chain = self._chain
+        # On entry of each turn: every step from `_front` on is pulled back. One Backward may cross several tapes, and
+        # end inside one, whose rest stays on the stack. The peak is taken before a tape is freed.
         while self._front > start:
             if not self._tapes or self._tapes[-1][1] != self._front:
                 self._refuse(action, f"step {self._front - 1:,} is not taped")
@@ -208,7 +215,7 @@ class Ledger:
             low = max(begin, start)
             if self._watcher is not None:
                 self._watcher.pulled(low, end, option)
-            if chain.is_equal:
+            if chain.is_equal:  # the first step pulled back is the worst: all tapes are still there
                 entry = self._menus[0][option]
                 self._reach(0, self._pulling[0][option])
                 self._tape_bytes -= (end - low) * entry.tape
@@ -222,7 +229,7 @@ class Ledger:
             if low > begin:
                 self._tapes.append((begin, low, option))
             self._front = low
-        self._current = None  # what was current belongs to steps that are done
+        self._current = None  # what was current was the end of steps that are now pulled back
 
     def _save(self, action: Save) -> None:
         step, tier = action.step, action.tier

@@ -20,13 +20,15 @@ _UNITS = {"b": 1} | {
 _SPELLED = {"kb": "KB", "mb": "MB", "gb": "GB", "tb": "TB", "kib": "KiB", "mib": "MiB", "gib": "GiB", "tib": "TiB"}
 _NUMBER = re.compile(r"\s*([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(\.[0-9]+)?\s*([a-zA-Z]+|%)?\s*", re.ASCII)
 
-_ANY_WHOLE = 2**40  # bytes: of so much, every percentage that people write is more than a byte
+# Bytes. A percentage is checked before its whole is known; of a whole this large, every percentage that people write
+# comes to more than a byte.
+_ANY_WHOLE = 2**40
 ACCEPTED = 'an int of bytes (67108864), or a string such as "67108864", "64MiB", "1.5 GB" (1 GB = 10^9, 1 GiB = 2^30)'
 ACCEPTED_BUDGET = f'{ACCEPTED}, or "25%"'
 
 
 def parse_size(size: int | str, name: str = "size") -> int:
-    """Bytes of `size`, which must come to at least one; `name` is the argument the message will name."""
+    """The bytes that `size` stands for, at least one; error messages call the argument `name`."""
     number, unit = _read(size, name, ACCEPTED)
     if unit == "%":
         raise InputError(f"{name}={size!r} is a share of nothing here; give {ACCEPTED}")
@@ -34,7 +36,7 @@ def parse_size(size: int | str, name: str = "size") -> int:
 
 
 def parse_budget(budget: int | str, whole: int, name: str = "budget") -> int:
-    """Bytes of `budget`, where a percentage is taken of `whole` bytes."""
+    """The bytes that `budget` stands for, at least one; a percentage is taken of `whole` bytes."""
     number, unit = _read(budget, name, ACCEPTED_BUDGET)
     if unit != "%":
         return _at_least_one(number * _UNITS[unit or "b"], budget, name, ACCEPTED_BUDGET)
@@ -44,7 +46,7 @@ def parse_budget(budget: int | str, whole: int, name: str = "budget") -> int:
 
 
 def check_budget(budget: int | str, name: str = "budget") -> None:
-    """Refuse what `parse_budget` would refuse, before it is known what a percentage is taken of."""
+    """Refuse what `parse_budget` would refuse, before the whole of a percentage is known."""
     parse_budget(budget, _ANY_WHOLE, name)
 
 

@@ -3,8 +3,8 @@
 from lowtide.transformers import LowtideCallback
 Trainer(..., callbacks=[LowtideCallback(peak="8GiB")])
 
-The plan is made when the Trainer calls the model for the first time, with the very arguments and in the very
-surroundings of that call: nothing is taken from the data set for it, and no random number drawn.
+The plan is made when the Trainer calls the model for the first time, with the arguments and in the environment of that
+very call. So planning takes nothing from the data set and draws no random numbers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["LowtideCallback", "use_lowtide_checkpointing"]
 __dir__ = sorted(__all__).copy  # what `dir` and tab completion show
 
 
-# Settings of the Trainer that do not go with a plan, and why.
-_REFUSED = {
+# Settings of the Trainer that cannot be combined with a plan, and why.
+_REFUSED_SETTINGS = {
     "gradient_checkpointing": "it runs every layer again by itself; leave that to the plan",
     "torch_compile": "a compiled model decides by itself what to keep",
     "fsdp": "it moves parameters in and out while the model runs",
@@ -41,16 +41,15 @@ _REFUSED = {
 
 
 class TransformersCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
-    """Lets the Trainer's model train within a peak: planned at the first step of training, with its very batch.
+    """Trains the Trainer's model within a peak: the plan is made at the first step of training, with its batch.
 
     Losses and gradients are those of the run without it, to the last bit.
 
     Args:
-        peak: most bytes of tensors alive at any moment of a step, "8GiB" or a number: parameters, gradients, the
+        peak: the most bytes of tensors alive at any moment of a step, "8GiB" or a number: parameters, gradients, the
             optimizer's state, the batch, tapes, and what reruns need.
-        batch: plan for this batch, and not for the first one; the largest that will come, if they differ.
-        loss: takes the loss from what the model returns; None takes what the Trainer takes if nothing else is said, the
-            model's own.
+        batch: plan for this batch instead of the first one; give the largest if batches differ.
+        loss: takes the loss from what the model returns; None takes the model's own loss, the Trainer's default.
         keep: leave the plan applied when training ends.
         verbose: print the plan when it is made, without its table of blocks.
 
@@ -78,7 +77,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]  # transforme
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """See that the model is planned when it is first called."""
+        """Arrange for the model to be planned when it is first called."""
         _check(args)
         model, optimizer = kwargs["model"], _inner(kwargs["optimizer"])
         gradients = Gradients.NEVER if args.gradient_accumulation_steps > 1 else Gradients.BEFORE_FORWARD
@@ -97,7 +96,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]  # transforme
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let the model be as it was."""
+        """Undo the plan, unless it is to be kept."""
         self._stop_waiting()
         if not self.keep:
             lt.unapply(kwargs["model"])
@@ -132,10 +131,10 @@ LowtideCallback.__name__ = LowtideCallback.__qualname__ = "LowtideCallback"
 
 
 def _before_first_call(model: nn.Module, do: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> RemovableHandle:
-    """See that something is done, with its arguments, before a model is first called in training."""
+    """Call `do` with the arguments of a model's first call in training, just before that call."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Not in an evaluation before training, and not for a copy of the model, which has the hook too.
+        # An evaluation before training does not count, nor does a copy of the model, which has the hook too.
         if module is model and module.training and torch.is_grad_enabled():
             handle.remove()
             do(args, kwargs)
@@ -145,16 +144,17 @@ def _before_first_call(model: nn.Module, do: Callable[[tuple[Any, ...], dict[str
 
 
 def use_lowtide_checkpointing(model: PreTrainedModel, *, every_n_layers: int = 1, **settings: Any) -> None:
-    """Turn on a model's own gradient checkpointing, with `lowtide.torch.checkpoint` in the place of torch's.
+    """Turn on a model's own gradient checkpointing, with `lowtide.torch.checkpoint` in place of torch's.
 
-    Which layers are run again stays the model's decision. What they change is changed once, BatchNorm's statistics and
-    counters too; every kind of random number is the same in a rerun; a rerun ends when it has what is needed. To undo
-    it: `model.gradient_checkpointing_disable()`, or `gradient_checkpointing_enable()` for torch's.
+    The model still decides which layers are run again. State that they change, such as BatchNorm's statistics and
+    counters, changes only once; random numbers of every kind are the same in a rerun; a rerun ends as soon as it has
+    what the backward needs. To undo it, call `model.gradient_checkpointing_disable()`, or
+    `gradient_checkpointing_enable()` to go back to torch's.
 
     Args:
         model: a model of transformers that supports gradient checkpointing.
-        every_n_layers: run only every so manyth layer again.
-        settings: of `lowtide.torch.checkpoint`, such as `check_rerun=True`.
+        every_n_layers: run only every n-th layer again.
+        settings: keyword arguments of `lowtide.torch.checkpoint`, such as `check_rerun=True`.
 
     Raises:
         InputError: the model does not support it.
@@ -167,7 +167,8 @@ def use_lowtide_checkpointing(model: PreTrainedModel, *, every_n_layers: int = 1
     wanted = bool(getattr(model, "_require_grads_hooks", None))
     model.gradient_checkpointing_enable(every_n_layers=every_n_layers)
     if not wanted:
-        model.disable_input_require_grads()  # for torch's other kind of checkpoint, and not undone with the rest
+        # Only torch's reentrant checkpoint needs inputs that require grad, and disabling checkpointing keeps them so.
+        model.disable_input_require_grads()
     checkpoint = _Checkpoint(settings)
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
@@ -175,7 +176,7 @@ def use_lowtide_checkpointing(model: PreTrainedModel, *, every_n_layers: int = 1
 
 
 class _Checkpoint:
-    """`lowtide.torch.checkpoint` with some settings."""
+    """`lowtide.torch.checkpoint` with fixed keyword arguments."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
@@ -186,7 +187,7 @@ class _Checkpoint:
 
 
 def _check(args: TrainingArguments) -> None:
-    for name, why in _REFUSED.items():
+    for name, why in _REFUSED_SETTINGS.items():
         if getattr(args, name):
             raise InputError(f"LowtideCallback does not go with TrainingArguments({name}=...): {why}; take one of them")
     if args.n_gpu > 1:
@@ -196,7 +197,7 @@ def _check(args: TrainingArguments) -> None:
 
 
 def _inner(optimizer: Any) -> Optimizer | None:
-    """The optimizer inside accelerate's."""
+    """The optimizer that accelerate has wrapped."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer  # type: ignore[no-any-return]  # whatever the Trainer has

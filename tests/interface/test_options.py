@@ -91,5 +91,6 @@ def test_without_costs_snapshots_are_counted() -> None:
 def test_while_loops_have_snapshots_or_bytes() -> None:
     assert WhileKnobs.of(max, min, None, None, None, NO_END) == WhileKnobs(DEFAULT_CHECKPOINTS, None, NO_END)
     assert WhileKnobs.of(max, min, None, "1KiB", 7, NO_END) == WhileKnobs(DEFAULT_CHECKPOINTS, 1024, 7)
-    with pytest.raises(InputError, match="checkpoints=1 and budget='1MB' are two knobs; give one of them, or none"):
+    message = "checkpoints=1 and budget='1MB' are two knobs; give one of checkpoints, budget, or none"
+    with pytest.raises(InputError, match=message):
         WhileKnobs.of(max, min, 1, "1MB", None, NO_END)

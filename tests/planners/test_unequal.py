@@ -229,7 +229,7 @@ def test_levels_come_close_with_menus(share: float) -> None:
 )
 def test_menus_of_long_chains_are_used(length: int, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of chains with more steps than are looked at one by one, neighbours are joined."""
-    monkeypatch.setattr(unequal, "MOST_STEPS", most or unequal.MOST_STEPS)
+    monkeypatch.setattr(unequal, "MOST_TABLE_STEPS", most or unequal.MOST_TABLE_STEPS)
     whole = Chain.of([StepCost(1000, 100_000 + 17 * k, working=Working(backward=500)) for k in range(length)])
     menus = with_forms(whole, 3)
     chain = Chain.of([menus[k] if k % 5 else whole[k] for k in range(length)])  # joined steps may differ in their forms

@@ -1,14 +1,15 @@
-"""The one cache of both front ends: values by key, for as long as the objects that a key names are alive.
+"""The one cache of both front ends: values by key, for as long as the objects that a key identifies are alive.
 
-Owner: each `Cache` is a constant of the module, or a field of the object, that fills it; nobody else writes to it, and
-`clear()` is always right, because whatever is not found is made again. (Planners, which are pure functions of numbers,
-use `functools.lru_cache`.)
+Owner: each `Cache` is a constant of the module, or a field of the object, that fills it. Nobody else writes to it, and
+`clear()` is always safe, because a value that is not found is computed again. (Planners, which are pure functions of
+numbers, use `functools.lru_cache`.)
 
-What it keeps alive: keys and values, and nothing else. An object that a key knows by identity is an *anchor*, held by a
-weak reference. So a key has its `id`, and a value must not hold on to it: either would keep it alive for good.
+What it keeps alive: keys and values, and nothing else. An object that a key identifies is an *anchor*, held by a weak
+reference. So a key contains its `id` instead of the object, and a value must not refer to it: either would keep it
+alive for good.
 
-When it forgets: an entry goes when one of its anchors dies; and where there would be more than `most` entries, those
-that were used least recently go.
+When it forgets: an entry is removed when one of its anchors dies; and when there would be more than `most` entries, the
+least recently used ones are removed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any, Generic, TypeVar
 
 V = TypeVar("V")
 
-_ENTRIES_PER_EVICTION = 10  # a full cache drops one entry in ten at once: finding the oldest means looking at all
+# A full cache drops one entry in this many at once: finding the least recently used ones means looking at all entries.
+_ENTRIES_PER_EVICTION = 10
 
 
 class _Entry(Generic[V]):
@@ -29,25 +31,25 @@ class _Entry(Generic[V]):
 
     def __init__(self, value: V, references: list[weakref.ref[Any]], used: int) -> None:
         self.value = value
-        self.references = references  # which call back only as long as they are held
+        self.references = references  # a weak reference calls back only while it is itself alive
         self.used = used
 
 
 class Cache(Generic[V]):
-    """Values, none of which is None, by key. All threads may use it.
+    """Values by key; no value may be None. Safe to use from several threads.
 
     Args:
-        most: entries that are kept, at least 1.
+        most: the most entries that are kept, at least 1.
     """
 
-    # That an entry goes *when* an anchor dies, and is not only found dead later, is what makes identities safe as keys:
-    # CPython calls back on weak references before it frees the object, so no other object can have that `id` before
-    # the entry is gone. A reference that is dropped with its entry calls nobody, so an entry that was put again under
-    # the same key is safe from the death of what the old one was for.
+    # Identities are safe as keys because an entry is removed *when* an anchor dies, not only found dead later: CPython
+    # runs a weak reference's callback before it frees the object, so no other object can get that `id` before the entry
+    # is gone. A weak reference that was dropped with its entry has no callback any more, so an entry that was put again
+    # under the same key is safe from the death of the old entry's anchors.
     #
-    # Neither a look nor a death takes the lock: looks are frequent, and a death comes in any thread and at any point,
-    # also in the midst of a change here, and must not wait for a thread that may wait for the dying one. Both are a
-    # single step on the dict, and what is done under the lock expects that entries may be gone from step to step.
+    # Neither `get` nor a callback takes the lock: `get` is frequent, and a callback runs in any thread at any point,
+    # also in the middle of a change here, and must not wait for a thread that may be waiting for the callback's own.
+    # Both are a single operation on the dict, and code under the lock expects entries to disappear between operations.
 
     __slots__ = ("_entries", "_lock", "_next", "most")
 
@@ -55,13 +57,13 @@ class Cache(Generic[V]):
         self.most = most
         self._entries: dict[Hashable, _Entry[V]] = {}
         self._next = count().__next__
-        self._lock = threading.RLock()  # what is dropped may run code that puts something in
+        self._lock = threading.RLock()  # reentrant: an entry's value may run code, when it is freed, that calls `put`
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, key: Hashable) -> V | None:
-        """The value with this key; None if there is none."""
+        """The value stored under this key; None if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -69,7 +71,7 @@ class Cache(Generic[V]):
         return entry.value
 
     def put(self, key: Hashable, value: V, anchors: Iterable[Any] = ()) -> None:
-        """Remember a value until one of the anchors dies; not at all if one allows no weak reference."""
+        """Store a value until one of the anchors dies; not at all if an anchor does not support weak references."""
         entries = self._entries
 
         def forget(_: object) -> None:
@@ -85,7 +87,7 @@ class Cache(Generic[V]):
                 self._drop_oldest()
 
     def setdefault(self, key: Hashable, value: V, anchors: Iterable[Any] = ()) -> V:
-        """The value with this key, which is this one from now on if there was none."""
+        """The value stored under this key; if there is none, `value`, which is then stored."""
         with self._lock:
             found = self.get(key)
             if found is None:
@@ -94,12 +96,12 @@ class Cache(Generic[V]):
             return found
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         with self._lock:
             self._entries.clear()
 
     def _drop_oldest(self) -> None:
         surplus = len(self._entries) - self.most + self.most // _ENTRIES_PER_EVICTION
-        entries = self._entries.copy()  # in one step, so that no death comes in between
+        entries = self._entries.copy()  # a single operation, during which no callback can run
         for key in sorted(entries, key=lambda key: entries[key].used)[:surplus]:
             self._entries.pop(key, None)

@@ -1,4 +1,4 @@
-"""What a comparison of gradients with and without Lowtide found, in either front end."""
+"""The result of comparing gradients with and without Lowtide, in either front end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lowtide.sizes import format_size
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One value or gradient, with Lowtide and without it.
+    """One value or gradient, computed with Lowtide and without it.
 
     Attributes:
         name: what it is.
-        same: whether it is the same: to the last bit, or within `rounding` where sums are made in another order.
-        difference: the largest difference; infinite where one side is infinite or no number and the other is not.
-        relative: that as a share of the largest entry.
-        rounding: how large a share is taken for rounding; 0 where every bit has to agree.
+        same: whether both are the same: to the last bit, or within `rounding` where sums are taken in another order.
+        difference: the largest difference; infinite where one side is infinite or NaN and the other is not.
+        relative: the difference as a share of the largest entry.
+        rounding: the largest such share that counts as rounding; 0 where every bit has to agree.
     """
 
     name: str
@@ -44,9 +44,9 @@ def share_of(difference: float, largest: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `compare_gradients` found: a row for each value and gradient, and what both runs cost.
+    """The result of `compare_gradients`: a row for each value and gradient, and the cost of both runs.
 
-    Where programs are compiled, nothing is counted but the bytes that they set aside.
+    Where programs are compiled, the receipts have the bytes that the programs allocate and nothing else.
     """
 
     rows: tuple[Compared, ...]
@@ -65,12 +65,12 @@ class Comparison:
 
     @property
     def plain_bytes(self) -> int:
-        """Most bytes at once without Lowtide."""
+        """The most bytes at once without Lowtide."""
         return self.plain.peak_memory
 
     @property
     def lowtide_bytes(self) -> int:
-        """Most bytes at once with it."""
+        """The most bytes at once with Lowtide."""
         return self.lowtide.peak_memory
 
     def __str__(self) -> str:

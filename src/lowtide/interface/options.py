@@ -1,7 +1,8 @@
-"""What a user asks of a loop, checked: how much memory it may take, and what becomes of its outputs.
+"""Checked options of a loop: how much memory it may take, and what happens to its outputs.
 
-The option has four spellings, `budget`, `checkpoints`, `base` and none, and two at once are refused; which plan follows
-from it is decided by `planners.choose`. While loops have options of their own. `reduce` is a word or a fold.
+The memory option has four spellings, `budget`, `checkpoints`, `base` and none; two at once are refused, and
+`planners.choose` decides which plan follows from it. While loops have options of their own. `reduce` is a word or a
+fold.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Reduce = str | Fold | None
 
 
 def fold_of(reduce: Reduce) -> Fold | None:
-    """The initial value and the function of a fold of the user's own; None for a word or nothing."""
+    """The initial value and the function of the user's own fold; None where `reduce` is a word or None."""
     if reduce is None or isinstance(reduce, str):
         if reduce not in (None, "mean", "sum", "last"):
             raise InputError(f'reduce={reduce!r} is not known; give "mean", "sum", "last", or (init, fold)')
@@ -35,17 +36,18 @@ def fold_of(reduce: Reduce) -> Fold | None:
 
 
 def refuse_reducing_nothing(reduce: Reduce) -> None:
-    """No steps have a sum, but neither a mean nor a last output."""
+    """Refuse a reduction without a value for a loop of no steps, which has a sum but no mean and no last output."""
     if reduce in ("mean", "last"):
         raise InputError(f'reduce="{reduce}" of no steps has no value; give at least one step')
 
 
-# With none of the knobs, while loops of up to 1,325 steps run at most twice more, of up to 23,425 three times.
+# Snapshots of a while loop that was given no option: steps are rerun at most twice in loops of up to 1,325 steps, at
+# most three times up to 23,425.
 DEFAULT_CHECKPOINTS = 50
 
 
 class Costs(Protocol):
-    """What a front end found a loop to cost."""
+    """The costs of a loop, as a front end found them."""
 
     @property
     def chain(self) -> Chain:
@@ -53,15 +55,15 @@ class Costs(Protocol):
 
     @property
     def rooms(self) -> bool:
-        """Whether snapshots and tape have rooms of fixed size; see `choose`."""
+        """Whether snapshots and tape have buffers of fixed size (rooms); see `choose`."""
 
     def within(self, budget: int) -> Plan:
-        """The plan with the fewest reruns that keeps the budget."""
+        """The plan with the fewest reruns within the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """The knobs of a loop, of which at most one is turned."""
+    """The memory options of a loop, of which at most one is given."""
 
     base: int | None
     checkpoints: int | None
@@ -81,7 +83,7 @@ class Knobs:
             check_budget(self.budget)
 
     def needs_costs(self) -> bool:
-        """Whether the plan depends on what a step costs."""
+        """Whether the plan depends on the costs of a step."""
         return self.base is None and self.checkpoints is None and self.plan is None
 
     def choose(self, costs: Costs | None, length: int) -> Plan:
@@ -97,7 +99,7 @@ class Knobs:
         return choose(costs.chain, base=self.base, checkpoints=self.checkpoints, rooms=costs.rooms)
 
     def keeps_first_tape(self, length: int) -> bool:
-        """Whether the plan may begin by taping, as far as can be said before the costs are known."""
+        """Whether the plan may begin by taping, as far as is known before the costs are."""
         if self.plan is not None:
             return self.plan.bill.plain_runs == 0
         if self.base is not None:
@@ -107,7 +109,7 @@ class Knobs:
 
 @dataclass(frozen=True, slots=True)
 class WhileKnobs:
-    """What a while loop is told: snapshots, or bytes to find their number from, and when to stop at the latest."""
+    """The options of a while loop: the number of snapshots, or the bytes from which it follows, and the most steps."""
 
     slots: int
     budget: int | None
@@ -123,7 +125,7 @@ class WhileKnobs:
         max_steps: int | None,
         no_end: int,
     ) -> WhileKnobs:
-        """The arguments of a call, checked; `no_end` stands for no end."""
+        """The checked arguments of a call; `no_end` is the value of `most` if `max_steps` is None."""
         function(cond, "cond")
         function(body, "body")
         one_knob({"checkpoints": checkpoints, "budget": budget})

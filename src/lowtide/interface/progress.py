@@ -1,6 +1,7 @@
-"""A progress bar that moves once for each step, and once backward where that can be seen, never for reruns.
+"""Progress bars: one for loops, and one for planning.
 
-And one for planning, which moves for each stage of it.
+A loop's bar moves once for each step, and once more for its backward where that can be observed, never for reruns. The
+bar for planning moves once for each stage.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Progress(Protocol):
     """Anything with `update(n)`, such as a tqdm bar."""
 
     def update(self, n: int) -> Any:
-        """Move on by n."""
+        """Advance by n."""
 
 
 class _Tqdm:
@@ -43,15 +44,15 @@ def progress(pbar: Any, length: int, *, with_backward: bool, label: str = "steps
 
 
 def bars(pbar: Any, length: int, *, with_backward: bool, label: str = "steps") -> Callable[[], Progress] | None:
-    """What makes the bar that `pbar` asks for, each time that the loop is run.
+    """A function that makes the bar that `pbar` asks for, to be called each time that the loop is run.
 
-    None or False for none, True for a tqdm bar, a whole number n for one that is drawn every n steps, a string for one
-    with that label, or an object with `update(n)`, which is used as it is.
+    `pbar` is None or False for no bar, True for a tqdm bar, a whole number n for one that is redrawn every n steps, a
+    string for one with that label, or an object with `update(n)`, which is used as it is.
     """
     if pbar is None or pbar is False:
         return None
     if callable(getattr(pbar, "update", None)) and not isinstance(pbar, Mapping):
-        return lambda: pbar  # whatever has update(n) is a Progress
+        return lambda: pbar  # anything with update(n) is a Progress
     total = length * (2 if with_backward else 1)
     if pbar is True:
         return partial(_Tqdm, total, 1, label)
@@ -66,26 +67,26 @@ def bars(pbar: Any, length: int, *, with_backward: bool, label: str = "steps") -
 
 
 class Stages:
-    """A bar for work whose length is not known until it has begun."""
+    """A bar for work whose number of stages is not known until it has begun."""
 
     def __init__(self, pbar: Any, label: str) -> None:
-        bars(pbar, 1, with_backward=False)  # what cannot be used is refused before anything runs
+        bars(pbar, 1, with_backward=False)  # refuses a `pbar` that cannot be used, before anything runs
         self._pbar = pbar
         self._label = label
         self._bar: Progress | None = None
         self._left = 0
 
     def begin(self, length: int) -> None:
-        """There are `length` stages."""
+        """Start the bar, for `length` stages."""
         self._bar = progress(self._pbar, length, with_backward=False, label=self._label)
         self._left = length
 
     def move(self) -> None:
-        """One stage is over."""
+        """Count one stage as done."""
         self.reach(self._left - 1)
 
     def reach(self, left: int) -> None:
-        """No more than `left` stages are left; a number that was reached before moves nothing."""
+        """Count all but `left` stages as done; the bar never moves backwards."""
         if self._bar is not None and 0 <= left < self._left:
             self._bar.update(self._left - left)
         self._left = min(left, self._left)

@@ -1,7 +1,7 @@
-"""With Lowtide and without it: are the gradients the same, and at what cost.
+"""Compares gradients with Lowtide and without it: whether they are the same, and what both programs cost.
 
-The other side of a comparison is the same function, traced while `runs_plainly`: every loop, row of layers and model of
-`lowtide.jax` asks, and is then what it is without Lowtide.
+The plain side of a comparison is the same function, traced while `runs_plainly()` is true: every loop, row of layers
+and model of `lowtide.jax` asks for it, and then behaves as it would without Lowtide.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from lowtide.interface.comparison import Compared, Comparison, share_of
 from lowtide.jax.xla.jaxprs import Leaves, is_float, replaced
 from lowtide.plan import Receipt
 
-# Part of what JAX keys its traces by, so a function that was jitted before is traced again. One for each thread.
+# A user context is part of the key of JAX's trace cache, so a function that was jitted before is traced again. Its
+# value is local to a thread.
 _plainly = jax.make_user_context(False)
 
 
 def runs_plainly() -> bool:
-    """Whether what is traced now is to be as it is without Lowtide."""
+    """Whether the function being traced now is to behave as it would without Lowtide."""
     return bool(_plainly.value)
 
 
 def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:
-    """Compile and run `fn(*args, **kwargs)` and its gradient twice, with Lowtide's loops as plain ones and as they are.
+    """Compile and run `fn(*args, **kwargs)` and its gradient twice: with Lowtide's loops as plain loops, and as is.
 
-    `fn` returns a loss, or any pytree with floats in it, which are summed. Gradients are taken of every float among the
-    arguments. Sums are made in another order, so gradients agree to rounding, not to the last bit.
+    `fn` returns a loss, or any pytree with floats in it, which are summed. Gradients are taken with respect to every
+    float array among the arguments. Sums are taken in another order, so gradients agree to rounding, not to the last
+    bit.
 
     Raises:
-        FunctionError: `fn` has a while loop between its arguments and its result. A plain one has no reverse
-            derivative, so there is nothing to compare with.
-        InputError: there is no float to take a gradient of, or none that has one.
+        FunctionError: `fn` has a while loop between its arguments and its result. A plain while loop has no
+            reverse-mode derivative, so there is nothing to compare with.
+        InputError: no argument is a float array, or nothing that `fn` returns has a gradient.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf for leaf in leaves]
@@ -66,7 +68,7 @@ def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comp
 
 
 def _run(loss: Callable[[Leaves], Any], some: Leaves, *, plainly: bool) -> tuple[Any, Receipt]:
-    """The loss and its gradients, and what their program sets aside."""
+    """The loss and its gradients, and a receipt with the bytes of temporaries that their program allocates."""
     with _plainly(plainly), _telling_of_while_loops():
         compiled = jax.jit(jax.value_and_grad(loss)).lower(some).compile()
     memory = compiled.memory_analysis()
@@ -75,7 +77,7 @@ def _run(loss: Callable[[Leaves], Any], some: Leaves, *, plainly: bool) -> tuple
 
 @contextmanager
 def _telling_of_while_loops() -> Iterator[None]:
-    """Say what can be done about JAX's own complaint, which is about the plain loop and not about Lowtide's."""
+    """Turn JAX's error about the plain while loop into one that says what can be done."""
     try:
         yield
     except ValueError as error:
@@ -93,7 +95,7 @@ def _is_float_array(leaf: Any) -> bool:
 
 
 def _argument(path: str) -> str:
-    """[0][1]['w'] is argument 1's ['w'], [1]['b'] is the keyword argument b."""
+    """The name of an argument by its path in (args, kwargs): [0][1]['w'] is argument [1]['w'], [1]['b'] keyword b."""
     return f"argument {path[3:]}" if path.startswith("[0]") else f"keyword {path[3:]}"
 
 
@@ -101,7 +103,7 @@ def _compared(name: str, one: Any, other: Any) -> Compared:
     one, other = np.asarray(one), np.asarray(other)
     rounding = 1e-12 if one.dtype in (np.float64, np.complex128) else 1e-3
     finite = np.isfinite(one)
-    odd = np.array_equal(one[~finite], other[~finite], equal_nan=True)  # infinities, and what is no number
+    odd = np.array_equal(one[~finite], other[~finite], equal_nan=True)  # infinities and NaNs agree
     if not odd or not np.all(np.isfinite(other[finite])):
         return Compared(name, False, math.inf, math.inf, rounding)
     difference = float(np.max(np.abs(one[finite] - other[finite]), initial=0.0))

@@ -1,10 +1,11 @@
-"""What a plan of blocks says of itself: its lines, its worst moment, and a row for each block with the reason.
+"""The text of a plan of blocks: its lines, its worst moment, and a row for each block with the reason for its form.
 
 A reason depends on one entry of one menu alone, so it is the same in every plan that chooses the entry. Gradients are
-made one by one in the backward, and no step says how many of them exist at its worst moment: until the optimizer's step
-they are counted together with the transients.
+made one by one in the backward, and it is not known how many of them exist at a step's worst moment: until the
+optimizer's step they are counted together with the transients.
 
-This module chooses nothing and knows no planner. `BlockSchedule` is what it reads of one; `blocks.Blocks` inherits it.
+This module chooses nothing and imports no planner. `BlockSchedule` has the attributes that it reads; `blocks.Blocks`
+inherits from it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from lowtide.forms import FormKind
 from lowtide.plan import FrontierPoint, Plan
 from lowtide.sizes import format_size
 
-SECONDS = "s"  # the unit of times that were measured; counted ones have another
+SECONDS = "s"  # the unit of measured times; counts of operations have another
 _PREFIXES_OF_SECONDS = (("", 1.0), ("m", 1e-3), ("u", 1e-6), ("n", 1e-9))
 _PREFIXES_OF_COUNTS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0))
 
 
 class BlockSchedule:
-    """A schedule of blocks as far as its text is concerned; `blocks.Blocks` describes the attributes."""
+    """The part of a schedule of blocks that its text needs; `blocks.Blocks` describes the attributes."""
 
     __slots__ = ()
     options: tuple[int, ...]
@@ -37,7 +38,7 @@ class BlockSchedule:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the chain's times are seconds, and not a count of operations."""
+        """Whether the chain's times are seconds, rather than counts of operations."""
         return self.unit == SECONDS
 
     def lines(self, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -54,14 +55,15 @@ class BlockRow:
     """What a plan does with one block.
 
     Attributes:
-        step: which step of the chain it is.
-        tape: bytes that it holds if it is kept.
-        held: bytes that it holds as it was decided.
-        seconds: of its forward and backward if it is kept, in the schedule's unit.
-        extra: what the decision adds to that.
-        level: bytes of everything at its worst moment.
-        decision: the entry of its menu, in words.
-        kind: what sort of form that entry is.
+        step: the block's step in the chain.
+        name: the block's name.
+        tape: bytes that it holds if its whole tape is kept.
+        held: bytes that it holds in the form that the plan chose.
+        seconds: the time of its forward and backward if its whole tape is kept, in the schedule's unit.
+        extra: the time that the chosen form adds.
+        level: bytes of everything that is held at its worst moment.
+        decision: the chosen entry of its menu, in words.
+        kind: the kind of that form.
         why: the reason, in a few words.
     """
 
@@ -79,7 +81,7 @@ class BlockRow:
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """The moment at which memory peaks: at which step, how many bytes in all, and what they are, by name."""
+    """The moment at which memory peaks: the step, its place in a sentence, all bytes, and what they consist of."""
 
     step: int
     where: str
@@ -101,7 +103,7 @@ def format_time(time: float, unit: str = SECONDS) -> str:
 
 
 def fixed_parts(chain: Chain, schedule: BlockSchedule) -> tuple[tuple[str, int], ...]:
-    """What is held from the beginning of a training step to its end, each part with its bytes."""
+    """The name and bytes of everything that is held from the beginning of a training step to its end."""
     return (
         ("parameters", chain.parameters),
         ("optimizer state", schedule.optimizer),
@@ -110,13 +112,13 @@ def fixed_parts(chain: Chain, schedule: BlockSchedule) -> tuple[tuple[str, int],
 
 
 def levels(chain: Chain, options: Sequence[int]) -> list[int]:
-    """Bytes of everything at the worst moment of each step."""
+    """The bytes of everything that is held at the worst moment of each step."""
     held = accumulate(chain[k].menu[option].tape for k, option in enumerate(options))
     return [tapes + chain[k].beside_tapes[option] for k, (tapes, option) in enumerate(zip(held, options, strict=True))]
 
 
 def worst_moment(chain: Chain, schedule: BlockSchedule) -> Worst:
-    """Where the plan's memory peaks, and what it consists of there."""
+    """The moment at which the plan's memory peaks, and what it consists of then."""
     options = schedule.options
     reached = levels(chain, options)
     step = reached.index(max(reached))
@@ -133,7 +135,7 @@ def worst_moment(chain: Chain, schedule: BlockSchedule) -> Worst:
 
 
 def where(chain: Chain, step: int) -> str:
-    """A step's place in a sentence."""
+    """A step's place, as part of a sentence."""
     match chain.role(step):
         case Role.BLOCK:
             return f"in {chain.name(step)}"
@@ -146,7 +148,7 @@ def where(chain: Chain, step: int) -> str:
 
 
 def why(chain: Chain, k: int, option: int, unit: str) -> str:
-    """Why block k is in this form."""
+    """The reason why block k is in this form."""
     step = chain[k]
     menu, needs = step.menu, step.beside_tapes
     kept, entry = menu[0], menu[option]
@@ -187,19 +189,19 @@ def decision(chain: Chain, k: int, option: int) -> str:
 
 
 def kind(chain: Chain, k: int, option: int) -> FormKind:
-    """What sort of form an entry of a block's menu is."""
+    """The kind of form of an entry of a block's menu."""
     form = chain[k].menu[option].form
     return FormKind.OTHER if form is None else form.kind
 
 
 def kinds(chosen: Iterable[FormKind]) -> str:
-    """How many blocks are kept, lean and so on, in words: "8 kept, 3 lean, 1 rerun"."""
+    """The number of blocks of each kind of form, in words: "8 kept, 3 lean, 1 rerun"."""
     counts = Counter(chosen)
     return ", ".join(f"{counts[kind]:,} {kind}" for kind in FormKind if kind in counts)
 
 
 def plain_of(chain: Chain) -> str:
-    """Whose time the chain's is: some front ends time the blocks alone, others the whole step."""
+    """The thing whose time the chain has: some front ends time only the blocks, others the whole step."""
     blocks = set(chain.blocks())
     is_whole = any(chain[k].forward + chain[k].backward for k in range(len(chain)) if k not in blocks)
     return "plain step's" if is_whole else "plain blocks'"
@@ -234,7 +236,7 @@ def lines(plan: Plan, schedule: BlockSchedule) -> Iterator[tuple[str, str]]:
 
 
 def _told(points: Sequence[FrontierPoint], unit: str) -> str:
-    """A frontier by its two ends."""
+    """A frontier in words: the number of its points, and its two ends."""
     first, last = [
         f"{format_size(point.peak)} with {format_time(point.extra, unit)} extra" for point in (points[0], points[-1])
     ]
@@ -242,7 +244,7 @@ def _told(points: Sequence[FrontierPoint], unit: str) -> str:
 
 
 def table(chain: Chain, schedule: BlockSchedule) -> Iterator[str]:
-    """The rows as text in columns, under their titles; nothing if there are no blocks."""
+    """The rows as text in columns, with a line of titles; nothing if there are no blocks."""
     cells = [
         (row.name, format_size(row.tape), format_time(row.seconds, schedule.unit), row.decision, row.why)
         for row in rows(chain, schedule)

@@ -1,18 +1,19 @@
-"""A whole model's blocks, each with a menu of tapes: every choice that no other beats in peak and seconds.
+"""A whole model's blocks, each with a menu of tapes: every choice that no other beats in both peak and seconds.
 
-A block is run once and pulled back once. What it runs again, it runs again inside: that is an entry of its menu. So
-only the entries are to be chosen, and the peak is the largest level of any step: the tapes up to and with its own, and
-what its worst moment needs beside them. From the last step to the first, with M the peak of the steps from k on beyond
-what earlier ones hold,
+A block is run once and pulled back once. Whatever it runs again, it runs again inside its own backward: that is an
+entry of its menu. So only the entries have to be chosen, and the peak is the largest level of any step: the tapes up to
+its own, and what its worst moment needs beside them. From the last step to the first, where M_k is the peak of the
+steps from k on beyond what earlier steps hold,
 
     M_k = tape + max(beside, M_{k+1}),    extra_k = extra + extra_{k+1}
 
-for each entry of the menu, and the pairs that no other pair beats are kept. Those of the first step are the frontier.
+for each entry of the menu, and the pairs (M_k, extra_k) that no other pair beats are kept. Those of the first step are
+the frontier.
 
 It is exact until a step has more than `MOST_POINTS` such pairs. Then some are left out, evenly in bytes. The others are
-not rounded: a choice has the peak that the frontier says, and the least peak is exact. But between the ends a choice
-may be a little slower than it had to be (less than 0.1% for 200 blocks with 12 entries each). Steps that could be run
-again together are not for this planner: that is `unequal`.
+not rounded: a choice has the peak that the frontier states, and the least peak is exact. But between the ends a choice
+may be a little slower than necessary (less than 0.1% for 200 blocks with 12 entries each). Steps that could be run
+again together are planned by `unequal`, not here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lowtide.plan import Bill, FrontierPoint, Knob, Plan, registered
 from lowtide.planners.block_text import SECONDS, BlockSchedule
 from lowtide.simulate import simulate_actions
 
-MOST_POINTS = 4096  # of a front; of more, some are left out
+MOST_POINTS = 4096  # on the front of each step; if there are more, some are left out
 _REMEDY = "raise the peak, or make the step smaller (a smaller batch, shorter inputs)"
 
 _Ints = NDArray[np.int64]
@@ -46,12 +47,12 @@ class Blocks(BlockSchedule):
     """Every step taped once, in one of its forms, and pulled back.
 
     Attributes:
-        options: the entry of its menu for each step.
-        optimizer: bytes of the optimizer's state, which the peak counts.
-        inputs: bytes that are there before the step and are neither parameters nor optimizer state.
-        margin: bytes by which the plan aims below the peak asked for.
+        options: for each step, the entry of its menu.
+        optimizer: bytes of the optimizer's state, which the peak includes.
+        inputs: bytes that exist before the training step and are neither parameters nor optimizer state.
+        margin: bytes by which the plan aims below the requested peak.
         notes: sentences that say what was planned and what was not, and why.
-        unit: what the chain's times are in: seconds, or what was counted instead, such as "FLOP"; for reports.
+        unit: the unit of the chain's times: seconds, or of a count such as "FLOP"; for reports.
     """
 
     planner: ClassVar[str] = "blocks"
@@ -87,20 +88,20 @@ class Blocks(BlockSchedule):
         yield from (Backward(k, k + 1) for k in reversed(range(length)))
 
     def bill(self, chain: Chain) -> Bill:
-        """What the actions will cost."""
+        """The cost of the actions, found by simulating them."""
         return simulate_actions(chain, tuple(self.actions(chain)))
 
     def bound(self, chain: Chain) -> None:
         """None: there are no plain runs to bound."""
 
     def frontier(self, chain: Chain) -> tuple[FrontierPoint, ...]:
-        """Every choice worth making, from the largest peak to the least."""
+        """Every choice that no other beats, from the largest peak to the least."""
         return block_frontier(chain)
 
 
 @lru_cache(maxsize=8)
 def block_frontier(chain: Chain) -> tuple[FrontierPoint, ...]:
-    """Every choice worth making, from the largest peak (all kept, unless less costs nothing) to the least."""
+    """Every choice that no other beats, from the largest peak (all kept, unless less costs nothing) to the least."""
     return frontier_of(chain, MOST_POINTS)
 
 
@@ -113,7 +114,7 @@ def choose_blocks(chain: Chain, peak: int, *, margin: int = 0, ways: str | None 
     """The fastest choice whose peak is at most `peak - margin`.
 
     Raises:
-        BudgetError: there is none; it names the least peak for which there is one, margin included, and `ways` out.
+        BudgetError: there is none; the error names the least peak that works, margin included, and `ways` out.
     """
     points = block_frontier(chain)
     for point in points:
@@ -126,8 +127,8 @@ def for_peak(plan: Plan, peak: int) -> Plan:
     """The same blocks, planned for another peak, with a margin that is the same share of it.
 
     Raises:
-        InputError: it is no plan of blocks.
-        BudgetError: no choice fits; it names the least peak that works.
+        InputError: the plan is not one of blocks.
+        BudgetError: no choice fits; the error names the least peak that works.
     """
     schedule, asked = _asked(plan)
     least = to_ask(plan, least_peak(plan.chain))
@@ -139,13 +140,13 @@ def for_peak(plan: Plan, peak: int) -> Plan:
 
 
 def to_ask(plan: Plan, peak: int) -> int:
-    """The least that `for_peak` has to be asked for, so that there is room for a choice with this peak."""
+    """The least peak to pass to `for_peak` that leaves room, beside the margin, for a choice with this peak."""
     schedule, asked = _asked(plan)
     return -(-peak * asked // (asked - schedule.margin))
 
 
 def _asked(plan: Plan) -> tuple[Blocks, int]:
-    """The schedule, and what its margin is a share of: the peak asked for, or what would have been enough."""
+    """The schedule, and the bytes that its margin is a share of: the requested peak, or one that suffices."""
     schedule = plan.schedule
     if not isinstance(schedule, Blocks):
         raise InputError(f"a peak is for plans of a whole model's blocks; this one is by planner {plan.planner!r}")
@@ -154,11 +155,12 @@ def _asked(plan: Plan) -> tuple[Blocks, int]:
 
 
 def frontier_of(chain: Chain, most: int) -> tuple[FrontierPoint, ...]:
-    """The frontier, with at most `most` points (at least 2) for each step on the way; usually, `block_frontier`."""
+    """The frontier, with at most `most` points (at least 2) for each step; `block_frontier` is the usual one."""
     steps = [chain[k] for k in range(len(chain))]
     unit = _unit(steps)
     peaks, seconds = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    chosen: list[tuple[_Ints, _Ints]] = []  # for each step, the last first: the entry, and the point of the step after
+    # For each step, the last first, and each of its points: the menu entry, and the index of the next step's point.
+    chosen: list[tuple[_Ints, _Ints]] = []
     for step in reversed(steps):
         peaks, seconds, options, after = _front(step, peaks, seconds, unit, most)
         chosen.append((options, after))
@@ -171,18 +173,22 @@ def frontier_of(chain: Chain, most: int) -> tuple[FrontierPoint, ...]:
     points: list[FrontierPoint] = []
     for peak, row in zip(peaks.tolist(), rows.tolist(), strict=True):
         extra = math.fsum(entry[option] for entry, option in zip(extras, row, strict=True))
-        if not points or extra < points[-1].extra:  # what differed by rounding alone is no choice
+        # The front counted seconds in units; a point that was faster there by rounding alone is left out.
+        if not points or extra < points[-1].extra:
             points.append(FrontierPoint(peak, extra, tuple(row)))
     return tuple(reversed(points))
 
 
 def _front(step: StepCost, peaks: _Ints, seconds: _Ints, unit: float, most: int) -> tuple[_Ints, _Ints, _Ints, _Ints]:
-    """The points from this step on, by rising peak and falling seconds; for each its entry, and its point after."""
+    """The points of the steps from this one on, by rising peak and falling seconds, given those of the next step.
+
+    For each point, also its menu entry for this step, and the index of the next step's point.
+    """
     menu = step.menu
     beyond = zip(menu, step.beside_tapes, strict=True)
     reached = np.concatenate([entry.tape + np.maximum(peaks, worst) for entry, worst in beyond])
     taken = np.concatenate([seconds + round(entry.extra / unit) for entry in menu])
-    order = np.argsort(reached, kind="stable")  # rows of rising numbers one after the other, which it merges
+    order = np.argsort(reached, kind="stable")  # merges: `reached` is one rising sequence after another
     reached, taken = reached[order], taken[order]
     better = np.ones(len(order), dtype=bool)
     better[1:] = taken[1:] < np.minimum.accumulate(taken)[:-1]
@@ -194,7 +200,7 @@ def _front(step: StepCost, peaks: _Ints, seconds: _Ints, unit: float, most: int)
 
 
 def _spread(peaks: _Ints, most: int) -> _Ints:
-    """At most `most` places in this row of rising numbers, spread evenly over them, with both ends among them."""
+    """The indices of at most `most` of these rising numbers, evenly spread, both ends included."""
     shares = (peaks - peaks[0]) / (peaks[-1] - peaks[0])
     parts = np.minimum((shares * (most - 1)).astype(np.int64), most - 2)
     last_of_part = np.append(parts[1:] > parts[:-1], True)
@@ -203,9 +209,9 @@ def _spread(peaks: _Ints, most: int) -> _Ints:
 
 
 def _unit(steps: list[StepCost]) -> float:
-    """Seconds are counted in whole multiples of this: then the same entries make the same sum in any order.
+    """The unit in which seconds are counted in whole numbers, so that the same entries have the same sum in any order.
 
-    It is a power of two, and so small that all extra seconds together are less than 2**50 of it.
+    It is a power of two, small enough for all extra seconds together to be less than 2**50 units.
     """
     most = math.fsum(max(entry.extra for entry in step.menu) for step in steps)
     return math.ldexp(1.0, max(math.frexp(most)[1] - 50, -1000))

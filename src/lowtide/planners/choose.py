@@ -1,8 +1,8 @@
-"""One knob and a chain in, the cheapest plan out. Which planner that takes is decided here and nowhere else.
+"""One option and a chain in, the cheapest plan out. Which planner makes it is decided here and nowhere else.
 
-The knob has four spellings: `budget` in bytes, `checkpoints` in snapshots, `base` in steps between snapshots,
-or none, which asks for the least memory that runs no step more than one extra time. A budget that no plan fits is
-refused here, with the least that one does (`least_budget`).
+The option has four spellings: `budget` in bytes, `checkpoints` in snapshots, `base` in steps between snapshots, or
+none, which means the least memory that runs no step more than one extra time. A budget that no plan fits is refused
+here, with an error that names the least budget that works (`least_budget`).
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ def choose(
     disk: Disk | None = None,
     rooms: bool = False,
 ) -> Plan:
-    """The cheapest plan for `chain` that keeps the knob.
+    """The cheapest plan for `chain` within the given option.
 
     Args:
-        chain: what the steps cost.
+        chain: the steps and their costs.
         budget: bytes for snapshots, tape and working set ("64MiB", 67108864), or a share of all tapes ("25%").
-        checkpoints: at most this many snapshots, the initial state among them, and one step of tape.
-        base: a snapshot every `base` steps, and `base` steps of tape.
-        disk: a second tier for snapshots; goes with `budget` and equal steps, which are then taped whole.
-        rooms: snapshots and tape have a room of fixed size each, as in a compiled program; for equal steps.
+        checkpoints: at most this many snapshots, the initial state included, and the tape of one step.
+        base: a snapshot every `base` steps, and the tape of `base` steps.
+        disk: a second tier for snapshots; needs `budget` and equal steps, which then keep their whole tape.
+        rooms: snapshots and tape each have a buffer of fixed size (a room), as in a compiled program; needs equal
+            steps.
 
     Raises:
-        InputError: two knobs at once, or one that is not a number of its kind.
-        BudgetError: no plan fits; it names the least budget that works.
+        InputError: two options at once, or one whose value is not a valid number.
+        BudgetError: no plan fits; the error names the least budget that works.
     """
     one_knob({"budget": budget, "checkpoints": checkpoints, "base": base})
     if disk is not None and (budget is None or not chain.is_equal):
@@ -79,14 +80,14 @@ def check_layer_knobs(budget: int | str | None, plan: Plan | None) -> None:
 
 
 def _with_slots(chain: Chain, slots: int) -> Schedule:
-    """The fastest, or where steps differ and there are too many of them for that, the one with the fewest runs."""
-    if chain.is_equal or len(chain) > unequal.MOST_STEPS:
+    """The fastest schedule; for unequal steps that are too many for a table, the one with the fewest plain runs."""
+    if chain.is_equal or len(chain) > unequal.MOST_TABLE_STEPS:
         return Revolve(slots)
     return unequal.with_slots(chain, slots)
 
 
 def _one_extra_run(chain: Chain, *, rooms: bool) -> Plan:
-    """The least memory that runs no step more than one extra time."""
+    """The plan with the least memory that runs no step more than one extra time."""
     if not chain.is_equal:
         return Plan.make(chain, Knob("none"), least_sweep(chain))
     if rooms:
@@ -131,7 +132,7 @@ def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
 
 
 def _either_way(chain: Chain, ways: Ways, knob: Knob, budget: int) -> Plan:
-    """The plan with the fewer runs: in stretches, or one step at a time beside as many snapshots as fit."""
+    """The plan with fewer runs: one that tapes several steps together, or one step at a time and more snapshots."""
     plans = []
     several = replace(chain.taped(ways.several), ways=None)
     if budget >= least_budget(several):
@@ -142,12 +143,12 @@ def _either_way(chain: Chain, ways: Ways, knob: Knob, budget: int) -> Plan:
 
 
 def _is_short_and_uneven(chain: Chain) -> bool:
-    """Whether the planner for unequal steps may find more in a chain of equal ones.
+    """Whether the planner for unequal steps may find a faster plan for a chain of equal ones.
 
-    It can mix forms of tape along the chain. Where it is exact, it also gains from there being no cotangent before the
-    first backward.
+    It can mix forms of tape along the chain. Where it is exact, it can also use the bytes of the cotangent, which does
+    not exist before the first backward.
     """
     step = chain[0]
     if step.options:
-        return len(chain) <= unequal.MOST_STEPS
+        return len(chain) <= unequal.MOST_TABLE_STEPS
     return step.cotangent > 0 and len(chain) <= unequal.EXACT_STEPS

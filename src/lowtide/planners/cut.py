@@ -1,14 +1,14 @@
-"""The lean tape's choice, a minimum cut: which values that a backward needs are kept, and which are made again.
+"""The choice behind a lean tape, a minimum cut: which values that a backward needs are kept, and which recomputed.
 
-Operations read values and make values. The backward needs some of them. A value is available to it if it is kept, whole
-or in a smaller form, or if the operation that made it runs again; for that, all the operation's inputs must be
+Operations read values and make values. The backward needs some of the values. A value is available to it if it is kept,
+whole or in a smaller form, or if the operation that made it runs again; for that, all the operation's inputs must be
 available. For a price (bytes per second) the cheapest choice is a minimum cut of a network, and the cheapest choices
 for all prices are the lower convex hull of all choices in the plane of bytes and seconds.
 
-This module knows no framework and measures nothing. It does not look at memory while operations run again, and it
-finds no choice that lies above the hull: those are best for no price.
+This module knows no framework and measures nothing. It does not consider the memory that operations need while they run
+again, and it finds no choice that lies above the hull: such a choice is the best for no price.
 
-It imports scipy, which the core does without: only front ends that need a cut import it.
+It imports scipy, which the rest of the core does not need: only front ends that need a cut import this module.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: igno
 from lowtide import checks
 from lowtide.errors import InputError
 
-MOST_POINTS = 64  # of a frontier; it takes fewer than twice as many cuts
+MOST_POINTS = 64  # of a frontier; finding them takes fewer than twice as many cuts
 MOST_TOTAL_BYTES = 2**56  # of all values together
-NEVER = 2**62  # a capacity above that of all cuts worth a look, which are below 2**61
-# Costs, of bytes and seconds together, are whole numbers of parts: keeping all that is needed costs this many. With
-# 10,000 operations and values, each off by half a part at most, the cheapest choice is missed by under 1e-9 of that.
+NEVER = 2**62  # a capacity above that of every cut that matters: those are below 2**61
+# Costs, of bytes and seconds together, are rounded to whole numbers of parts: keeping all that is needed costs this
+# many. With 10,000 operations and values, each rounded by at most half a part, a choice costs at most 1e-9 of that more
+# than the cheapest.
 COST_PARTS = 2**44
-FLOW_BITS = 30  # of the capacities for scipy's maximum_flow: it adds two of them in 32 bits
-ON_THE_LINE = 1e-9  # a point closer than this share of its neighbours' distance to the line through them is on it
-LEAST_SECONDS = 1e-200  # shorter times count as none
+FLOW_BITS = 30  # of the capacities for scipy's maximum_flow, which adds two of them in 32 bits
+ON_THE_LINE = 1e-9  # a point this close to the line through its neighbours, as a share of their distance, is on it
+LEAST_SECONDS = 1e-200  # shorter times count as zero
 
 Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]
@@ -44,12 +45,12 @@ Arcs = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What reads values and makes values.
+    """An operation, which reads values and makes values.
 
     Attributes:
-        inputs: numbers of the values it reads.
-        outputs: numbers of the values it makes.
-        seconds: of running it again; `math.inf`: never.
+        inputs: the indices of the values that it reads.
+        outputs: the indices of the values that it makes.
+        seconds: the time of running it again; `math.inf` if it must not run again.
     """
 
     inputs: tuple[int, ...]
@@ -63,12 +64,12 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What an operation makes, or what is given from outside.
+    """A value that an operation makes, or that is given from outside.
 
     Attributes:
-        bytes: of keeping it; 0 for what is there anyway, as parameters are.
-        needed: the backward asks for it.
-        small: a smaller form that has the same bits: its bytes, and the seconds of packing and unpacking it.
+        bytes: the bytes that keeping it takes; 0 for a value that exists anyway, such as a parameter.
+        needed: whether the backward needs it.
+        small: a smaller form from which the same bits follow: its bytes, and the seconds of packing and unpacking it.
     """
 
     bytes: int
@@ -84,14 +85,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One choice of what is kept and what runs again.
+    """One choice of the values to keep and the operations to run again.
 
     Attributes:
-        kept: values that are kept in whole: needed ones, and those that reruns read.
+        kept: values that are kept whole: those that the backward needs or that reruns read.
         small: values that are kept in their smaller form.
         rerun: operations that run again, in order.
-        bytes: of all that is kept.
-        seconds: of all that runs again, and of packing and unpacking.
+        bytes: the bytes of everything that is kept.
+        seconds: the time of all reruns, and of packing and unpacking.
     """
 
     kept: frozenset[int]
@@ -102,21 +103,21 @@ class Cut:
 
 
 def everything(operations: Sequence[Operation], values: Sequence[Value]) -> Cut:
-    """Keeps every needed value in whole and reruns nothing."""
+    """The cut that keeps every needed value whole and reruns nothing."""
     return _Graph(operations, values).everything()
 
 
 def least_bytes(operations: Sequence[Operation], values: Sequence[Value]) -> Cut:
-    """The cut of fewest bytes; among those the one of fewest seconds, as far as a tiny price per second tells."""
+    """The cut with the fewest bytes; among those the one with the fewest seconds, to within rounding."""
     return _Graph(operations, values).least()
 
 
 def frontier(operations: Sequence[Operation], values: Sequence[Value]) -> tuple[Cut, ...]:
     """Cuts from `everything` to `least_bytes`, bytes strictly falling and seconds strictly rising.
 
-    They are the corners of the lower convex hull of all choices, and perhaps points on its edges. Where there are more
-    than `MOST_POINTS`, the largest gaps were filled first. If fewer bytes cost no seconds, the frontier begins there
-    and not with `everything`.
+    They are the corners of the lower convex hull of all choices, and perhaps points on its edges. If there are more
+    than `MOST_POINTS`, the largest gaps are filled first. If some bytes can be saved at no cost, the frontier begins
+    with that choice and not with `everything`.
     """
     graph = _Graph(operations, values)
     first, last = graph.free(), graph.least()
@@ -135,7 +136,7 @@ def frontier(operations: Sequence[Operation], values: Sequence[Value]) -> tuple[
 
 
 def _gap(left: Cut, right: Cut) -> tuple[float, int, Cut, Cut]:
-    """Two neighbours, to be sorted by the area between them; no two gaps begin at the same bytes."""
+    """Two neighbours as an entry of a heap: the largest area between them first, ties broken by bytes."""
     return (right.bytes - left.bytes) * (right.seconds - left.seconds), left.bytes, left, right
 
 
@@ -149,7 +150,7 @@ def _below(left: Cut, found: Cut, right: Cut) -> bool:
 
 
 class _Graph:
-    """The network of operations and values, built once; each price gives it other capacities.
+    """The network of operations and values, built once; its capacities depend on the price.
 
     S -> operation: the cost of running it again. Operation -> each of its outputs (S -> value, if it is given): the
     cost of keeping that value, in the cheaper form. Input -> operation, and needed value -> T: infinite.
@@ -158,12 +159,12 @@ class _Graph:
     for a value. A finite cut has every needed value on T's side and, with an operation, all its inputs. A value on T's
     side whose maker is on S's side (or that is given) pays for being kept, one whose maker runs again pays nothing; so
     a finite cut is a valid choice that costs what the cut costs. Conversely, put the operations that a choice reruns,
-    their inputs and the needed values on T's side: no infinite arc is cut, and what is paid for are the reruns, and the
-    values among those whose maker does not run again, which that choice keeps too. So each choice costs at least
-    as much as some cut, and each finite cut as much as some choice: the minima are equal.
+    their inputs and the needed values on T's side: no infinite arc is cut, and the cut pays for the reruns and for
+    those of these values whose maker does not run again, which that choice keeps too. So each choice costs at least as
+    much as some cut, and each finite cut as much as some choice: the minima are equal.
 
-    What must be on one side is one node with it: needed values with T, operations that never run again with S. Arcs
-    into S, out of T, and from S to T decide nothing and are left out.
+    Nodes that must be on one side are merged with it: needed values with T, operations that never run again with S.
+    Arcs into S, out of T, and from S to T do not affect the choice and are left out.
     """
 
     def __init__(self, operations: Sequence[Operation], values: Sequence[Value]) -> None:
@@ -189,14 +190,14 @@ class _Graph:
         self._lay_out(rerun_arcs, keep_arcs, read_arcs)
 
     def _numbered(self, source: int, sink: int) -> tuple[list[int], list[int]]:
-        """The node of each operation, the source for one that never runs again; of each value, the sink if needed."""
+        """The node of each operation (the source if it never runs again) and of each value (the sink if needed)."""
         first_value = 2 + len(self.operations)
         self.nodes = first_value + len(self.values)
         node = [source if math.isinf(operation.seconds) else 2 + o for o, operation in enumerate(self.operations)]
         return node, [sink if value.needed else first_value + v for v, value in enumerate(self.values)]
 
     def _lay_out(self, rerun_arcs: Arcs, keep_arcs: Arcs, read_arcs: Arcs) -> None:
-        """Every arc with its reverse, once, in the order of a CSR matrix: then scipy's flow has the same order."""
+        """Store every arc and its reverse once, in the order of a CSR matrix, which is the order of scipy's flow."""
         arcs = np.array(rerun_arcs + keep_arcs + read_arcs, np.int64).reshape(-1, 2)
         forward, backward = arcs @ (self.nodes, 1), arcs @ (1, self.nodes)
         keys = np.unique(np.concatenate([forward, backward]))
@@ -210,17 +211,19 @@ class _Graph:
         return self._choice(np.zeros(len(self.operations), np.bool_), np.zeros(len(self.values), np.bool_))
 
     def free(self) -> Cut:
-        """Fewest bytes among the choices that cost no seconds."""
+        """The choice with the fewest bytes among those that cost no seconds."""
         small = (self.small_bytes < self.bytes) & (self.small_seconds == 0)
         reruns = np.where(self.seconds > 0, NEVER, 0)
         return self._cheapest(reruns, np.where(small, self.small_bytes, self.bytes), small)
 
     def least(self) -> Cut:
-        """Fewest bytes; all seconds together are worth less than the step from one sum of bytes to the next."""
+        """The choice with the fewest bytes, and with the fewest seconds among those."""
+        # Bytes take the high bits of a capacity, seconds the low ones: all seconds together are worth less than the
+        # step from one sum of bytes to the next.
         small = self.small_bytes < self.bytes
         paid = np.where(small, self.small_seconds, 0.0)
         keeps = np.where(small, self.small_bytes, self.bytes)
-        keeps //= max(int(np.gcd.reduce(keeps)), 1)  # the fewer bits bytes take, the more are left for seconds
+        keeps //= max(int(np.gcd.reduce(keeps)), 1)  # the fewer bits the bytes take, the more are left for seconds
         most = int(keeps[self.needed].sum()) + 1
         bits = 60 - most.bit_length()
         part = 2.0 ** (bits - 1) / max(float(paid.sum() + self.seconds[self.reruns].sum()), LEAST_SECONDS)
@@ -229,8 +232,8 @@ class _Graph:
         return self._cheapest(reruns, keeps, small)
 
     def at(self, price: float) -> Cut:
-        """Fewest bytes + price * seconds, to half a part in `COST_PARTS` for each operation and value."""
-        with np.errstate(over="ignore"):  # beyond all numbers is dear enough
+        """The choice with the least bytes + price * seconds, rounded to parts for each operation and value."""
+        with np.errstate(over="ignore"):  # infinity is limited to NEVER below
             in_small = self.small_bytes + price * self.small_seconds
             keeps = np.minimum(self.bytes, in_small)
             scale = COST_PARTS / max(float(keeps[self.needed].sum()), 1.0)
@@ -244,16 +247,18 @@ class _Graph:
         room = np.zeros(len(self.rows), np.int64)
         room[self.read_arcs] = NEVER
         room[self.rerun_arcs] = reruns[self.reruns]
-        np.add.at(room, self.keep_arcs, keeps[self.keeps])  # several outputs of one operation may be needed: one arc
+        # Needed outputs of one operation share one arc, from the operation to T: their costs are added.
+        np.add.at(room, self.keep_arcs, keeps[self.keeps])
         side = self._sink_side(room, int(keeps[self.needed].sum()))
         return self._choice(side[2 : 2 + len(self.operations)], small)
 
     def _sink_side(self, room: Longs, bound: int) -> Flags:
-        """The nodes on T's side of a minimum cut, to the last of 62 bits; no flow is larger than `bound`.
+        """The nodes on T's side of a minimum cut, exact for 62 bits; no flow is larger than `bound`.
 
         scipy's flow takes 32 bits. So the capacities are shifted to the right until the bound has `FLOW_BITS`, a
-        maximum flow of those is taken out of the capacities, and what is left is solved again, finer. What is left can
-        flow through a minimum cut of the shifted capacities only, and there less than one unit through each arc.
+        maximum flow of those is subtracted from the capacities, and the remainder is solved again with a smaller shift.
+        The remaining flow has to pass a minimum cut of the shifted capacities, through each arc of which less than one
+        shifted unit is left: that bounds it by the number of arcs times the unit.
         """
         shift = max(0, bound.bit_length() - FLOW_BITS)
         while True:
@@ -263,7 +268,8 @@ class _Graph:
             if shift == 0:
                 break
             shift = max(0, (len(room) << shift).bit_length() - FLOW_BITS)
-        # Who reaches T by what is left goes to its side: of equal cuts the one with fewest reruns, none in vain.
+        # The nodes from which T can still be reached are on its side: of equal minimum cuts, the one with the fewest
+        # reruns.
         left = np.flatnonzero(room[self.reverse])
         reach = breadth_first_order(self._matrix(np.ones(len(left)), left), 1, return_predecessors=False)
         side = np.zeros(self.nodes, np.bool_)
@@ -276,7 +282,7 @@ class _Graph:
         return csr_array((data, self.columns[arcs], ends), shape=(self.nodes, self.nodes))
 
     def _choice(self, rerun: Flags, small: Flags) -> Cut:
-        """The choice that reruns these operations and packs these values, if it keeps them; its bill is exact."""
+        """The choice that reruns these operations and, of the values it keeps, packs these; its costs are exact."""
         again: list[int] = np.flatnonzero(rerun).tolist()
         wanted = set(np.flatnonzero(self.needed).tolist()).union(*(self.operations[o].inputs for o in again))
         stored = wanted.difference(*(self.operations[o].outputs for o in again))
@@ -292,7 +298,7 @@ class _Graph:
 
 
 def _makers(operations: Sequence[Operation], values: Sequence[Value]) -> list[int | None]:
-    """The operation that makes each value, None for those that are given; refuses what is no graph."""
+    """The operation that makes each value, None for a value that is given; refuses lists that are no graph."""
     checks.whole_number(sum(value.bytes for value in values), "the bytes of all values", least=0, most=MOST_TOTAL_BYTES)
     maker: list[int | None] = [None] * len(values)
     for o, operation in enumerate(operations):

@@ -1,21 +1,21 @@
-"""Equal steps, memory spent on snapshots and tape alike: the least plain runs.
+"""Equal steps, and memory that holds snapshots and tape as needed: the fewest plain runs.
 
-State a bytes, tape w bytes (holding its own input), M bytes for both. With i snapshots held below, the tape
-of c_i = floor((M - i*a) / w) steps fits. Every step is taped exactly once, so only plain runs are counted:
+State a bytes, tape w bytes (including the step's input), M bytes for both. With i snapshots held below, the tape of
+c_i = floor((M - i*a) / w) steps fits. Every step is taped exactly once, so only plain runs are counted:
 
     P_i(l) = 0                                            if l <= c_i
     P_i(l) = min over j of  j + P_i(j) + P_{i+1}(l-j)     otherwise (infinite when c_i < 1)
 
-The first j steps are run without tape, the right part is reversed from there while the start waits in
-memory, then the left part from the start. A start that is about to be taped is dropped, because the tape
-holds it; so i counts the starts waiting below, the chain's own initial state among them. (Maddison's mixed
-schedules are the case a = w.) Three ways to evaluate it, in this order:
+The first j steps are run without tape, the right part is reversed from there while the start waits in memory, then the
+left part is reversed from the start. A start that is about to be taped is dropped, because the tape holds it; so i
+counts the starts waiting below, the chain's own initial state included. (Maddison's mixed schedules are the case
+a = w.) The recurrence is evaluated in one of three ways, tried in this order:
 
-- One sweep. If c_0 + ... + c_n >= l for some n, no step need run plainly twice: P = l - c_n for the least n. And
-  with room for one snapshot only, there is no choice; both have a closed form.
-- The envelope (`envelope.py`): split where the proven bounds of both parts add up to the bound of the whole.
-  Bounds are met in nearly all cases, and then the split is proven optimal.
-- Exact dynamic programming, where the envelope's answer is above its bound and the chain short enough.
+- One sweep. If c_0 + ... + c_n >= l for some n, no step needs two plain runs: P = l - c_n for the least n. And with
+  room for only one snapshot there is nothing to choose. Both have a closed form.
+- The envelope (`envelope.py`): split where the proven bounds of both parts add up to the bound of the whole. Bounds are
+  met in nearly all cases, and then the split is proven optimal.
+- Exact dynamic programming, where the envelope's answer is above its bound and the chain is short enough.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lowtide.planners import splits
 from lowtide.planners.envelope import Envelope
 from lowtide.sizes import format_size
 
-# Exact dynamic programming where the envelope's answer is not proven: about a second.
+# Work of exact dynamic programming, where the envelope's answer is not proven; this much takes about a second.
 MOST_ADDITIONS = 2 * 10**8
 
 
@@ -50,10 +50,10 @@ def least_memory(state: int, tape: int, length: int) -> int:
 
 
 def capacities(memory: int, state: int, tape: int, length: int, slots: int | None = None) -> tuple[int, ...]:
-    """c_0, c_1, ...: steps of tape that fit beside 0, 1, ... snapshots, as many as can be of use.
+    """c_0, c_1, ...: the steps of tape that fit beside 0, 1, ... snapshots, for every level that can be of use.
 
-    Once c_0 + ... + c_n covers the chain, deeper levels only have less room and are left out, as are those beyond
-    `slots`.
+    Once c_0 + ... + c_n covers the chain, further levels only have less room and are left out, as are those with more
+    than `slots` snapshots.
     """
     levels = _levels(memory, state, length, tape)
     if slots is not None:
@@ -63,7 +63,7 @@ def capacities(memory: int, state: int, tape: int, length: int, slots: int | Non
 
 
 def one_sweep_memory(state: int, tape: int, length: int) -> int:
-    """The fewest bytes with which no step is run plainly more than once: c_0 + c_1 + ... >= length."""
+    """The fewest bytes with which no step has more than one plain run: c_0 + c_1 + ... >= length."""
     low, high = least_memory(state, tape, length), length * tape
     while low < high:
         middle = (low + high) // 2
@@ -73,7 +73,7 @@ def one_sweep_memory(state: int, tape: int, length: int) -> int:
 
 
 def _levels(memory: int, state: int, length: int, tape: int) -> int:
-    """How many levels have room for a step of tape, at most one for each step."""
+    """The number of levels that have room for a step of tape, at most one for each step."""
     return min((memory - tape) // state, length - 1) + 1
 
 
@@ -85,8 +85,8 @@ def _covered(memory: int, state: int, tape: int, levels: int) -> int:
 def _floor_sum(count: int, divisor: int, slope: int, offset: int) -> int:
     """The sum of (slope*i + offset) // divisor over i < count, by Euclid's algorithm.
 
-    Whole parts of slope and offset are summed in closed form. What remains counts the lattice points under a line that
-    is flatter than 1; counted along the other axis, it is the same problem with slope and divisor swapped.
+    Whole parts of slope and offset are summed in closed form. The remaining sum counts the lattice points under a line
+    with a slope below 1; counted along the other axis, it is the same problem with slope and divisor swapped.
     """
     total = 0
     while count > 0:
@@ -102,19 +102,19 @@ def _floor_sum(count: int, divisor: int, slope: int, offset: int) -> int:
 
 
 class _ByEnvelope:
-    """Several slots, and steps that run plainly more than once: split where the bounds of both parts add up."""
+    """The solver for several slots and more than one sweep: split where the bounds of both parts add up."""
 
     def __init__(self, capacities: tuple[int, ...], length: int) -> None:
         self._capacities = capacities
         self._envelope = Envelope(capacities, length)
         self._lefts: dict[tuple[int, int], int] = {}
         if len(capacities) * length**2 <= MOST_ADDITIONS:
-            units = Chain.equal(StepCost(1, 1), length)  # runs are counted, whatever they cost
+            units = Chain.equal(StepCost(1, 1), length)  # only the runs are counted, so any cost will do
             if splits.bill(self.rule, units).plain_runs > self.bound(length):
                 self._lefts = _exact_lefts(capacities, length)
 
     def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
-        """A `splits.Rule`: exact where a table was made, else by the envelope."""
+        """A `splits.Rule`: exact if there is a table, else by the envelope."""
         if length <= self._capacities[held]:
             return 0, Tier.MEMORY
         left = self._lefts.get((length, held))
@@ -127,18 +127,18 @@ class _ByEnvelope:
         return self._envelope.least(0, length)
 
     def bill(self, chain: Chain, option: int) -> Bill:
-        """From the distinct stretches."""
+        """The cost of the whole chain, from its distinct stretches."""
         return splits.bill(self.rule, chain, option=option)
 
 
 def _exact_lefts(capacities: tuple[int, ...], length: int) -> dict[tuple[int, int], int]:
-    """The recurrence itself, for all lengths up to `length`: (length, held) -> left part."""
+    """The left part by (length, held), from the recurrence itself, for all lengths up to `length`."""
     lefts: dict[tuple[int, int], int] = {}
     steps = np.arange(length + 1, dtype=np.int64)
     unreachable = np.iinfo(np.int64).max // 4  # a sum of two of these and a length does not overflow
-    right = np.full(length + 1, unreachable)  # P_{i+1}; beyond the last level nothing fits
+    right = np.full(length + 1, unreachable)  # P_{i+1}; above the last level nothing fits
     for held in range(len(capacities) - 1, -1, -1):
-        runs = np.full(length + 1, unreachable)  # P_i, filled from the shortest on: a left part is shorter
+        runs = np.full(length + 1, unreachable)  # P_i, filled from the shortest on, since it needs P_i(j) for j < l
         runs[: capacities[held] + 1] = 0
         for size in range(capacities[held] + 1, length + 1):
             costs = steps[1:size] + runs[1:size] + right[size - 1 : 0 : -1]
@@ -158,15 +158,15 @@ def solver(memory: int, state: int, tape: int, length: int, slots: int | None = 
     return splits.OneSlot(rooms) if len(rooms) == 2 else _ByEnvelope(rooms, length)
 
 
-# --- the schedule, and the one that a budget has room for
+# --- the schedule, and the one for a budget
 
 
 @registered
 @dataclass(frozen=True, slots=True)
 class Uniform(ChainSchedule):
-    """At most `memory` bytes of snapshots and tape, and at most `slots` snapshots if that is given.
+    """At most `memory` bytes of snapshots and tape, and at most `slots` snapshots if it is not None.
 
-    Each step is taped in the form that entry `option` of its menu says.
+    Each step is taped in the form of entry `option` of its menu.
     """
 
     planner: ClassVar[str] = "uniform"
@@ -183,15 +183,15 @@ class Uniform(ChainSchedule):
             keep_whole(self, "slots", least=0, most=MOST_TOTAL)
 
     def actions(self, chain: Chain) -> Iterator[Action]:
-        """The actions, made one by one as they are asked for."""
+        """The actions, made one by one as they are requested."""
         return splits.play(self._solver(chain).rule, 0, len(chain), option=self.option)
 
     def bill(self, chain: Chain) -> Bill:
-        """What they will cost."""
+        """The cost of the actions."""
         return self._solver(chain).bill(chain, self.option)
 
     def bound(self, chain: Chain) -> Bound:
-        """Proven by the envelope, or exact where there is a closed form."""
+        """The bound that the envelope proves; the optimum where there is a closed form."""
         scope = f"with {format_size(self.memory)} of snapshots and tape"
         if self.slots is not None:
             scope += f" and {self.slots:,} snapshots"
@@ -214,16 +214,17 @@ def uniform_least(step: StepCost, length: int) -> int:
 
 
 def uniform_within(chain: Chain, budget: int) -> list[Uniform]:
-    """For each form of tape that has one, the schedule that keeps a budget for snapshots, tape and working set.
+    """For each form of tape that fits, the schedule within a budget for snapshots, tape and working set.
 
-    A step that is taped or pulled back needs its working set beside snapshots and tape; one that is run plainly needs
-    its own beside the snapshots alone. So the first is taken off the memory, and the second limits the snapshots.
+    A step that is taped or pulled back needs its working set beside snapshots and tape; a plain run needs its working
+    set beside the snapshots alone. So the first is subtracted from the memory, and the second limits the number of
+    snapshots.
     """
     step, length = chain[0], len(chain)
     advancing = budget - step.working.advance - step.cotangent
     most = max(0, advancing // step.state)
     schedules = []
-    # Each form has its own optimum, so all are offered; seconds decide between them, and those are not known here.
+    # Each form has its own optimum. Seconds decide between them, which follow from the bill: so the caller chooses.
     for option, entry in enumerate(step.menu):
         if budget < _least_with(step, length, option):
             continue
@@ -234,7 +235,7 @@ def uniform_within(chain: Chain, budget: int) -> list[Uniform]:
 
 
 def _least_with(step: StepCost, length: int, option: int) -> int:
-    """Tape everything, or store one state at a time."""
+    """The least budget with this form of tape: that of taping everything, or of storing one state at a time."""
     tape, beside = step.menu[option].tape, splits.beside_tape(step, option)
     one_slot = step.state + max(tape + beside, step.working.advance + step.cotangent)
     return min(length * tape + beside, one_slot)

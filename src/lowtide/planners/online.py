@@ -1,17 +1,17 @@
 """A chain whose length is not known until it ends: which snapshots to keep while it runs.
 
-The sweep keeps at most s snapshots p_0 = 0 < p_1 < ... and must be ready to be told, after any step, that the
-chain is over. The stretch from p_k to p_{k+1} is then reversed with the s - k slots that are free by its turn,
-so what a set of snapshots will cost at length T is known in closed form:
+The sweep keeps at most s snapshots p_0 = 0 < p_1 < ..., and the chain may turn out to be over after any step. The
+stretch from p_k to p_{k+1} is then reversed with the s - k slots that are free by its turn, so the cost of a set of
+snapshots at length T is known in closed form:
 
     T + sum over k of t(p_{k+1} - p_k, s - k)        with p_s = T and Revolve's t
 
-Whenever all slots are taken and the chain goes on, the snapshot is dropped (or the newest state not stored)
-whose loss leaves this sum least. Up to beta(s, 2) - 1 steps that reaches 2T - s, which is what the online
-schedules of Stumm and Walther (2010) reach there, and the least possible: T runs in the sweep, and one more for
-each of the T - s starts that are not stored when it ends. Beyond, Wang, Moin and Iaccarino's (2009) rule of levels
-bounds how often any one step is repeated, but runs up to 1.47 times the offline optimum where this greedy choice
-stays within 1.19 (docs/decisions/0005-online-snapshots.md has the comparison).
+Whenever all slots are taken and the chain goes on, one snapshot is dropped (or the newest state is not stored): the one
+without which this sum is least. Up to beta(s, 2) - 1 steps that reaches 2T - s, like the online schedules of Stumm and
+Walther (2010), and this is the least possible: T runs in the sweep, and one more for each of the T - s starts that are
+not stored when it ends. Beyond that, Wang, Moin and Iaccarino's (2009) rule of levels bounds how often any one step is
+repeated, but needs up to 1.47 times the runs of the offline optimum where this greedy choice stays within 1.19
+(docs/decisions/0005-online-snapshots.md has the comparison).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from lowtide.simulate import simulate_actions
 def online(slots: int) -> Generator[Action, bool | None, None]:
     """Actions for a chain of unknown length.
 
-    Send True after an Advance if the chain goes on from the state it reached, False if that was its end; then
-    the actions of the backward follow. After any other action, send None (or call next).
+    After an Advance, send True if the chain goes on from the state it reached, or False if it ended there; then the
+    actions of the backward follow. After any other action, send None (or call next).
     """
     whole_number(slots, "checkpoints", least=1)
     keeper = _Keeper(slots)
@@ -58,7 +58,7 @@ def online(slots: int) -> Generator[Action, bool | None, None]:
 
 @lru_cache(maxsize=16)
 def online_slots(slots: int, length: int) -> tuple[int, ...]:
-    """For each of the first `length` states the slot it goes to when it is reached; `slots` if it is not kept."""
+    """For each of the first `length` states, the slot in which it is stored when it is reached; `slots` if in none."""
     keeper = _Keeper(slots)
     where: dict[int, int] = {}
     chosen = []
@@ -71,25 +71,26 @@ def online_slots(slots: int, length: int) -> tuple[int, ...]:
 
 
 class _Keeper:
-    """The snapshots kept so far, and the choice which one to give up."""
+    """The positions of the snapshots kept so far, and the choice which one to drop."""
 
     def __init__(self, slots: int) -> None:
         self.positions: list[int] = []
         self._slots = slots
 
     def make_room(self, newest: int) -> int | None:
-        """Take in the state `newest` if that pays; the position given up for it, if there is one.
+        """Add the state `newest` to the snapshots if that pays; the position that was dropped for it, if any.
 
-        Costs are compared as they would be if the chain ended one step further on. Giving up p_i joins the
-        stretches on either side of it, and hands every later stretch one slot more.
+        Costs are compared for a chain that ends one step further on. Dropping p_i joins the stretches on either side of
+        it, and leaves one more slot to every later stretch.
         """
         positions, slots = self.positions, self._slots
         if len(positions) < slots:
             positions.append(newest)
             return None
-        # Not storing the newest: the last stretch grows by a step. Storing it: its own stretch of one step is free.
+        # Changes are relative to storing all slots + 1 states, in which the newest one's stretch of a single step costs
+        # nothing. Not storing the newest makes the last stretch, with one slot, longer by that step.
         best, least = None, plain_runs(newest + 1 - positions[-1], 1) - plain_runs(newest - positions[-1], 1)
-        saved_later = 0  # by the stretches after p_i, for having one slot more
+        saved_later = 0  # runs that the stretches from p_{i+1} on save by having one more slot
         stop = newest
         for i in range(slots - 1, 0, -1):
             before, start = positions[i - 1], positions[i]
@@ -110,7 +111,7 @@ class _Keeper:
 @registered
 @dataclass(frozen=True, slots=True)
 class Online(ChainSchedule):
-    """What `online` does on a chain that turns out to have the length it has."""
+    """The actions of `online` on a chain whose length is known by now."""
 
     planner: ClassVar[str] = "online"
     disk: ClassVar[None] = None
@@ -133,10 +134,10 @@ class Online(ChainSchedule):
                 return
 
     def bill(self, chain: Chain) -> Bill:
-        """What the actions will cost."""
+        """The cost of the actions, found by simulating them."""
         return simulate_actions(chain, self.actions(chain))
 
     def bound(self, chain: Chain) -> Bound:
-        """The optimum had the length been known."""
+        """The optimum for a length that is known from the beginning."""
         scope = f"with {self.slots:,} snapshots and one step of tape, had the length been known"
         return Bound(plain_runs(len(chain), self.slots), scope)

@@ -1,18 +1,18 @@
-"""Snapshots and steps of tape, each with a buffer of its own: the binomial optimum, in closed form.
+"""A fixed number of snapshots and a fixed number of steps of tape: the binomial optimum, in closed form.
 
-Griewank and Walther, "Algorithm 799: Revolve" (2000). With s snapshots, the start among them, and
+Griewank and Walther, "Algorithm 799: Revolve" (2000). With s snapshots, the initial state included, and
 beta(s, r) = C(s+r, s), a chain of beta(s, r-1) < l <= beta(s, r) steps needs
 
     t(l, s) = r*l - beta(s+1, r-1)
 
-plain runs, no schedule needs fewer, and no step is run plainly more than r times. That is for one step of tape. With c
-steps, stretches of up to c steps are taped whole, and the same holds in units of c:
+plain runs. No schedule needs fewer, and no step has more than r plain runs. That is for one step of tape. With c steps,
+stretches of up to c steps are taped whole, and the same holds in units of c:
 
     t(l, s, c) = r*l - c*beta(s+1, r-1)        for c*beta(s, r-1) < l <= c*beta(s, r)
 
-Where memory can go to snapshots or tape at any moment, a plan keeps fewer steps of tape the more snapshots it holds;
-`equal` does that. A program whose buffers are laid out before it runs cannot: it has s slots and room for c steps of
-tape all the time, s*a + c*w bytes. How to spend a budget on the two (`rooms_within`) is all there is to choose.
+Where memory can be used for snapshots or tape as needed, a plan keeps fewer steps of tape the more snapshots it holds;
+`equal` does that. A program whose buffers are laid out before it runs cannot: all the time it has s slots and room for
+c steps of tape, s*a + c*w bytes. The only choice is how to divide a budget between the two (`rooms_within`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lowtide.simulate import simulate_actions
 
 
 def beta(slots: int, repeats: int) -> int:
-    """The longest chain that `slots` snapshots reverse with no step run plainly more than `repeats` times."""
+    """The longest chain that can be reversed with `slots` snapshots and at most `repeats` plain runs of each step."""
     return comb(slots + repeats, slots) if slots >= 0 and repeats >= 0 else 0
 
 
@@ -43,7 +43,7 @@ def repeats(length: int, slots: int) -> int:
     """The least r with length <= beta(slots, r)."""
     if slots == 1:
         return length - 1
-    # Doubling, then halving: r can be in the thousands for two or three slots.
+    # Doubling, then bisection: r can be in the thousands for two or three slots.
     high = 1
     while beta(slots, high) < length:
         high *= 2
@@ -56,18 +56,18 @@ def repeats(length: int, slots: int) -> int:
 
 @lru_cache(maxsize=1 << 17)
 def plain_runs(length: int, slots: int, steps: int = 1) -> int:
-    """t(length, slots, steps), the least plain runs with `slots` snapshots, the start among them."""
+    """t(length, slots, steps): the fewest plain runs with `slots` snapshots, the initial state included."""
     r = repeats(-(-length // steps), slots)
     return r * length - steps * beta(slots + 1, r - 1)
 
 
 @lru_cache(maxsize=1 << 16)
 def left_part(length: int, slots: int, steps: int = 1) -> int:
-    """Steps to advance from a stored start; 0 for a stretch that is taped.
+    """The number of steps to advance from a stored start; 0 for a stretch that is taped whole.
 
-    t is linear between consecutive betas, so a split is optimal exactly when the left part stays on the
-    linear piece below (r-1 repeats with all slots) and the right part on its own (r repeats with one slot
-    fewer). Of that range the longest left part is taken: it leaves stretches of few different lengths.
+    t is linear between consecutive betas, so a split is optimal exactly when the left part stays on the linear piece
+    below (r-1 repeats with all slots) and the right part on its own (r repeats with one slot fewer). Of that range the
+    longest left part is taken, which leaves stretches of few different lengths.
     """
     if length <= steps:
         return 0
@@ -80,7 +80,7 @@ def left_part(length: int, slots: int, steps: int = 1) -> int:
 @registered
 @dataclass(frozen=True, slots=True)
 class Revolve(ChainSchedule):
-    """At most `slots` snapshots, the initial state among them, and `steps` steps of tape."""
+    """At most `slots` snapshots, the initial state included, and the tape of `steps` steps."""
 
     planner: ClassVar[str] = "revolve"
     disk: ClassVar[None] = None
@@ -97,11 +97,11 @@ class Revolve(ChainSchedule):
         return left_part(length, self.slots - held, self.steps), Tier.MEMORY
 
     def actions(self, chain: Chain) -> Iterator[Action]:
-        """The actions, made one by one as they are asked for."""
+        """The actions, made one by one as they are requested."""
         return splits.play(self.rule, 0, len(chain))
 
     def bill(self, chain: Chain) -> Bill:
-        """What they will cost; in closed form where the stretches would be as many as the steps."""
+        """The cost of the actions; in closed form for one sweep and for one slot, which have many stretches."""
         length = len(chain)
         if not chain.is_equal:
             return simulate_actions(chain, self.actions(chain))
@@ -112,17 +112,19 @@ class Revolve(ChainSchedule):
         return splits.bill(self.rule, chain)
 
     def _sweep_bill(self, chain: Chain) -> Bill:
-        """One sweep: all stretches are full but the last but one."""
+        """The cost of one sweep, in which every stretch is full except for the last but one."""
         step, tape = chain[0], min(self.steps, len(chain))
         count = -(-len(chain) // tape)
         rest = len(chain) - (count - 1) * tape
+        # The last but one is taped beside count - 2 starts; of the full ones before it, the last is taped beside the
+        # most, count - 3.
         fullest = max(
             (count - 2) * step.state + rest * step.tape, (count - 3) * step.state + tape * step.tape * (count > 2)
         )
         return splits.sweep_bill(chain, count, tape, fullest)
 
     def bound(self, chain: Chain) -> Bound:
-        """The optimum itself."""
+        """The optimum itself, t(length, slots, steps)."""
         tape = "one step" if self.steps == 1 else f"{self.steps:,} steps"
         return Bound(
             plain_runs(len(chain), self.slots, self.steps), f"with {self.slots:,} snapshots and {tape} of tape"
@@ -136,7 +138,7 @@ def slots_within(step: StepCost, budget: int) -> int:
     """The most snapshots that fit `budget` beside one step of tape and the working set.
 
     Raises:
-        BudgetError: not even one fits.
+        BudgetError: not even one snapshot fits.
     """
     least = least_with_slots(step)
     if budget < least:
@@ -147,8 +149,8 @@ def slots_within(step: StepCost, budget: int) -> int:
 
 
 def least_with_slots(step: StepCost) -> int:
-    """The least budget for which `slots_within` finds room: one snapshot."""
-    # The slot is taken at either moment: while a step is taped or pulled back, and while steps are run plainly.
+    """The least budget for which `slots_within` finds room, for one snapshot."""
+    # The snapshot is held at both kinds of moments: while a step is taped or pulled back, and during plain runs.
     taping = step.tape + max(step.working.tape + step.cotangent, step.working.backward)
     return step.state + max(taping, step.working.advance + step.cotangent)
 
@@ -158,12 +160,13 @@ def rooms_least(step: StepCost, length: int) -> int:
     return step.working_set_in(0) + min(length * step.tape, step.state + step.tape)
 
 
-# Numbers of slots that are tried one by one; of more, a grid and then the neighbourhood of its best.
+# Numbers of slots. Up to this many are all tried; if there are more, a grid of about this many, and then the
+# neighbourhood of the best of them.
 _MOST_ONE_BY_ONE = 2048
 
 
 def rooms_within(chain: Chain, budget: int) -> Revolve | Base:
-    """The slots and steps of tape, within a budget, that need the fewest plain runs.
+    """The numbers of slots and of steps of tape, within a budget, that need the fewest plain runs.
 
     Raises:
         BudgetError: not even one slot and one step of tape fit.
@@ -188,7 +191,7 @@ def rooms_within(chain: Chain, budget: int) -> Revolve | Base:
 
 
 def rooms_of_one_sweep(chain: Chain) -> Revolve | Base:
-    """The fewest bytes of slots and tape with which no step is run plainly more than once."""
+    """The schedule with the fewest bytes of slots and tape in which no step has more than one plain run."""
     step, length = chain[0], len(chain)
 
     def bytes_with(steps: int) -> int:

@@ -1,8 +1,8 @@
-"""A row of layers cut into segments whose tapes are of about the same size.
+"""A row of layers cut into segments whose tapes have about the same size.
 
-Of every segment but the last only the first state is stored, and its tape is made again when the backward gets there:
-one tape of a segment is held at a time. So the peak is the stored states and the largest segment's tape, and for a
-given number of segments the best cut is the one whose largest tape is smallest. It is found exactly.
+Of every segment but the last only the first state is stored, and its tape is made when the backward reaches the
+segment: one segment's tape is held at a time. So the peak is the stored states and the largest segment's tape, and for
+a given number of segments the best cut is the one whose largest tape is smallest. It is found exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _REMEDY = "give a whole number of at least 1, such as 2"
 
 
 def segment_count(segments: object, layers: int) -> int:
-    """How many segments to cut `layers` layers into: `segments`, or one for each layer where there are fewer layers.
+    """The number of segments to cut `layers` layers into: `segments`, or the number of layers if that is smaller.
 
     Raises:
         InputError: there are no layers, or `segments` is not a whole number of at least 1.
@@ -38,10 +38,10 @@ def segment_count(segments: object, layers: int) -> int:
 
 
 def balanced(tapes: Sequence[int], segments: int) -> list[tuple[int, int]]:
-    """The layers' ranges [start, stop), one for each segment, such that the largest sum of tapes is least.
+    """The ranges [start, stop) of layers, one for each segment, whose largest sum of tapes is the least possible.
 
-    Where several cuts are as good, the last segment is the longest possible, then the one before it, and so on: the
-    last is the one that is not run again. No segment is empty. See `segment_count` for the number of segments.
+    Of several equally good cuts, the one with the longest last segment is taken, then with the longest one before it,
+    and so on: the last segment is not run again. No segment is empty. See `segment_count` for the number of segments.
     """
     count = segment_count(segments, len(tapes))
     sizes = [operator.index(tape) for tape in tapes]
@@ -56,12 +56,12 @@ def balanced(tapes: Sequence[int], segments: int) -> list[tuple[int, int]]:
 
 
 def _cut(sizes: list[int], count: int, most: int) -> list[tuple[int, int]]:
-    """At most `count` ranges of at most `most` bytes, each as long as it can be, from the last one to the first.
+    """`count` ranges of at most `most` bytes, made from the last to the first, each as long as possible.
 
     They reach the first layer unless there is no such cut.
     """
     ranges, stop = [], len(sizes)
-    for left in reversed(range(count)):  # so many segments are still to come, and each needs a layer
+    for left in reversed(range(count)):  # segments that are still to come, each of which needs a layer
         start, total = stop, 0
         while start > left and total + sizes[start - 1] <= most:
             start -= 1

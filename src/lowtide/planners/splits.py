@@ -1,13 +1,13 @@
 """Plans over equal steps as a rule: given a stretch, how far to advance before splitting it.
 
-Every planner for equal steps builds the same kind of tree. A stretch is either taped whole, or its start is
-stored, its first `left` steps are run without tape, the right part is dealt with from there, and then the
-left part from the stored start. A rule says which, from nothing but the stretch's length, the snapshots
-held in memory below it, and where its start is stored; so equal stretches are split alike, a million
-steps need a few thousand answers, and the bill comes from the distinct stretches alone.
+Every planner for equal steps builds the same kind of tree. A stretch is either taped whole, or its start is stored, its
+first `left` steps are run without tape, the right part is reversed from there, and then the left part from the stored
+start. A rule decides which, from the stretch's length, the number of snapshots held in memory below it, and where its
+start is stored, and from nothing else. So equal stretches are split alike, a million steps need a few thousand answers,
+and the bill follows from the distinct stretches alone.
 
-Here are the actions and the bill that follow from any rule, and the two rules whose bills have a closed form: one
-sweep, and one slot. Which rule a memory calls for is decided by `equal`, `revolve` and `tiers`.
+This module has the actions and the bill that follow from any rule, and the two rules whose bills have a closed form:
+one sweep, and one slot. `equal`, `revolve` and `tiers` decide which rule to use for an amount of memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rule = Callable[[int, int, Tier | None], tuple[int, Tier]]
 
 
 class Solver(Protocol):
-    """Where to split, and what it costs, for one amount of memory and stretches of up to some length."""
+    """Where to split, and the cost that follows, for one amount of memory and stretches of up to some length."""
 
     def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
         """A `Rule`."""
@@ -37,7 +37,7 @@ class Solver(Protocol):
         """A proven lower bound on the plain runs of a stretch with nothing held below."""
 
     def bill(self, chain: Chain, option: int) -> Bill:
-        """What the whole chain costs."""
+        """The cost of the whole chain."""
 
 
 # --- any rule: its actions and its bill
@@ -49,8 +49,11 @@ def play(rule: Rule, start: int, stop: int, *, held: int = 0, option: int = 0) -
     On entry the state at `start` is current and not stored, and `held` snapshots are in memory. On exit the
     backward has come from `stop` to `start`, and nothing of the stretch is stored.
     """
-    waiting: list[tuple[int, int, Tier, int]] = []  # left parts whose right part is being dealt with
+    # Left parts whose right part is being reversed: start, stop, where the start is stored, and `held` for the part.
+    waiting: list[tuple[int, int, Tier, int]] = []
     stored: Tier | None = None
+    # On entry of each turn: [start, stop) is to be reversed next; the state at `start` is current, and stored in the
+    # tier `stored` unless that is None; `held` snapshots are in memory beside it, its own not counted.
     while True:
         left, tier = rule(stop - start, held, stored)
         if left:
@@ -75,23 +78,26 @@ def play(rule: Rule, start: int, stop: int, *, held: int = 0, option: int = 0) -
 
 
 class _Tally(NamedTuple):
+    """The cost of one stretch."""
+
     plain_runs: int
     memory: int  # peak bytes, those of the snapshots below included
     snapshots: int  # most at once, those below not included
-    on_disk: int
-    writes: int
-    reads: int
+    on_disk: int  # of these, most at once on disk
+    writes: int  # snapshots written to disk
+    reads: int  # snapshots read from disk
 
 
 def bill(rule: Rule, chain: Chain, *, option: int = 0, disk: Disk | None = None) -> Bill:
-    """What `play` over the whole chain costs, from its distinct stretches."""
+    """The cost of `play` over the whole chain, from its distinct stretches."""
     step, length = equal_step(chain), len(chain)
     tape, pulling = step.menu[option].tape, step.pulling[option]
-    # A stretch is told by (size, held, stored, first); first: reached before any backward, so without a cotangent.
+    # A stretch's cost depends on (size, held, stored, first) alone. `first` means that it is reached before any
+    # backward, so that no cotangent is held.
     tallies: dict[tuple[int, int, Tier | None, bool], _Tally] = {}
     root = (length, 0, None, True)
-    # Depth first without recursion, which chains of thousands of levels would exhaust: a stretch stays on the stack
-    # until both of its parts have their tallies, so each distinct one is tallied once.
+    # Depth first, but not by recursion, whose limit chains with thousands of levels would exceed. A stretch stays on
+    # the stack until both of its parts have their tallies, so each distinct one is tallied once.
     pending: list[tuple[int, int, Tier | None, bool]] = [root]
     while pending:
         node = pending[-1]
@@ -145,7 +151,7 @@ def _bill_of_counts(
     on_disk: int = 0,
     disk_seconds: float = 0.0,
 ) -> Bill:
-    """The bill of counts over equal steps, each taped and pulled back once."""
+    """The bill that follows from these counts for equal steps, each of which is taped and pulled back once."""
     step, length = equal_step(chain), len(chain)
     pulling = length * step.menu[option].extra + length * step.backward
     return Bill(
@@ -160,29 +166,30 @@ def _bill_of_counts(
 
 
 def equal_step(chain: Chain) -> StepCost:
-    """The step of a chain of equal steps, which is what rules are for."""
+    """The step of a chain of equal steps; any other chain is refused, because rules are for equal steps."""
     if not chain.is_equal:
         raise InputError(f"this planner is for equal steps; {chain}: use the planners for unequal ones")
     return chain[0]
 
 
 def beside_tape(step: StepCost, option: int) -> int:
-    """Bytes that taping a step in this form and pulling it back take beside the tape, with a cotangent waiting."""
+    """Bytes that taping a step in this form and pulling it back take beside the tape, while a cotangent is held."""
     return max(step.working.tape + step.cotangent, step.pulling[option])
 
 
-# --- one sweep: no step is run plainly more than once
+# --- one sweep: no step has more than one plain run
 
 
 def sweep_bill(chain: Chain, count: int, last: int, fullest: int, option: int = 0) -> Bill:
-    """What one sweep over equal steps costs.
+    """The cost of one sweep over equal steps.
 
-    It has `count` stretches, the last of `last` steps; `fullest` is the most bytes of starts and tape that any of the
-    others holds.
+    It has `count` stretches, the last of `last` steps; `fullest` is the most bytes of starts and tape held while any of
+    the others is taped.
     """
     step, length = chain[0], len(chain)
     tape, pulling = step.menu[option].tape, step.pulling[option]
-    # The last stretch is taped beside every other start, and before there is a cotangent; the sweep holds them all too.
+    # The last stretch is taped beside the starts of all others, and before there is a cotangent. The last plain run of
+    # the sweep holds the same starts, and no cotangent either.
     peaks = [(count - 1) * step.state + last * tape + max(step.working.tape, pulling)]
     if count > 1:
         peaks.append(fullest + beside_tape(step, option))
@@ -191,9 +198,9 @@ def sweep_bill(chain: Chain, count: int, last: int, fullest: int, option: int = 
 
 
 class OneSweep:
-    """c_0 + ... + c_n >= length, where c_i steps of tape fit beside i snapshots.
+    """The solver for c_0 + ... + c_n >= length, where c_i steps of tape fit beside i snapshots.
 
-    The last stretch is full, c_n for the least n; so are all but the first.
+    Every stretch but the first is full: stretch i has c_i steps. The last is stretch n, for the least such n.
     """
 
     def __init__(self, capacities: tuple[int, ...]) -> None:
@@ -201,18 +208,18 @@ class OneSweep:
         self._covered = list(accumulate(capacities, initial=0))
 
     def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
-        """A `Rule`: advance until what remains fills the levels above, the last of them included."""
+        """A `Rule`: advance until the remaining steps fill all following levels up to the last."""
         if length <= self._capacities[held]:
             return 0, Tier.MEMORY
         last = self._last_level(length, held)
         return length - (self._covered[last + 1] - self._covered[held + 1]), Tier.MEMORY
 
     def bound(self, length: int) -> int:
-        """P = l - c_n, the optimum."""
+        """P = l - c_n, which is the optimum."""
         return max(0, length - self._capacities[self._last_level(length, 0)])
 
     def bill(self, chain: Chain, option: int) -> Bill:
-        """What the whole chain, for whose length the capacities were made, costs."""
+        """The cost of the whole chain, for whose length the capacities were made."""
         step, rooms = chain[0], self._capacities
         first = len(chain) - (self._covered[-1] - rooms[0])
         stretches = (first, *rooms[1:])
@@ -225,29 +232,29 @@ class OneSweep:
         return bisect_left(self._covered, self._covered[held] + length) - 1
 
 
-# --- one slot: from the start again and again
+# --- one slot: run from the start again and again
 
 
 class OneSlot:
-    """Room for one snapshot: from the start again and again, one tape of c_1 less far each time, until c_0 is left."""
+    """The solver for one snapshot: run from the start again and again, each time c_1 steps less, until c_0 are left."""
 
     def __init__(self, capacities: tuple[int, ...]) -> None:
         self._last, self._taped = capacities
 
     def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
-        """A `Rule`: all that one tape does not cover is run plainly."""
+        """A `Rule`: all steps that one tape does not cover are run without tape."""
         if held or length <= self._last:
             return 0, Tier.MEMORY
         return length - self._taped, Tier.MEMORY
 
     def bound(self, length: int) -> int:
-        """The only way there is, so the optimum."""
+        """The optimum, since there is no other way."""
         # Sweep k of n runs length - k*c_1 steps; they add up to n*length - c_1 * n(n+1)/2.
         sweeps = self._sweeps(length)
         return sweeps * length - self._taped * sweeps * (sweeps + 1) // 2
 
     def bill(self, chain: Chain, option: int) -> Bill:
-        """In closed form; `splits.bill` would visit as many stretches as there are sweeps."""
+        """The cost of the whole chain, in closed form: `splits.bill` would visit a stretch for each sweep."""
         step, length = chain[0], len(chain)
         sweeps, plain_runs = self._sweeps(length), self.bound(length)
         tape = step.menu[option].tape
@@ -261,5 +268,5 @@ class OneSlot:
         return _bill_of_counts(chain, option, plain_runs=plain_runs, peak_memory=max(peaks), peak_snapshots=1)
 
     def _sweeps(self, length: int) -> int:
-        """How often the start is run from: the least n with length - n*c_1 <= c_0."""
+        """The number of runs from the start: the least n with length - n*c_1 <= c_0."""
         return max(0, -((self._last - length) // self._taped))

@@ -1,7 +1,7 @@
 """One sweep: a snapshot at the start of each stretch, and each stretch taped once on the way back.
 
-No step is run plainly more than once. The stretches are all `base` steps long (the promise "b tapes and T/b
-states"), or have lengths of their own. The last stretch, which may be shorter, is taped straight away.
+No step has more than one plain run. Either all stretches are `base` steps long (so that there are `base` tapes and
+T/`base` states), or each has its own length. The last stretch, which may be shorter, is taped in the sweep itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lowtide.simulate import simulate_actions
 @registered
 @dataclass(frozen=True, slots=True)
 class Base(ChainSchedule):
-    """A snapshot every `base` steps, and `base` steps of tape."""
+    """A snapshot every `base` steps, and the tape of `base` steps."""
 
     planner: ClassVar[str] = "base"
     disk: ClassVar[None] = None
@@ -38,26 +38,26 @@ class Base(ChainSchedule):
         keep_whole(self, "base", least=1, most=MOST_STEPS)
 
     def actions(self, chain: Chain) -> Iterator[Action]:
-        """The actions, made one by one as they are asked for."""
+        """The actions, made one by one as they are requested."""
         return _sweep(range(0, len(chain), self.base), len(chain))
 
     def bill(self, chain: Chain) -> Bill:
-        """What they will cost; in closed form where the steps are equal."""
+        """The cost of the actions; in closed form for equal steps."""
         if not chain.is_equal:
             return simulate_actions(chain, self.actions(chain))
         step, count = chain[0], -(-len(chain) // self.base)
-        # Of the full stretches the last is taped beside the most starts.
+        # Of the full stretches before the last one, the latest is taped beside the most starts.
         fullest = (count - 2) * step.state + self.base * step.tape
         return sweep_bill(chain, count, len(chain) - self.base * (count - 1), fullest)
 
     def bound(self, chain: Chain) -> None:
-        """None: its memory is not what it was made for."""
+        """None: a base was asked for, not the fewest runs in an amount of memory."""
 
 
 @registered
 @dataclass(frozen=True, slots=True)
 class Sweep(ChainSchedule):
-    """Stretches of the given lengths, which make up the chain; `forms` says for each step how it is taped."""
+    """Stretches of the given lengths, which make up the chain; `forms` has the menu entry of each step, or nothing."""
 
     planner: ClassVar[str] = "sweep"
     disk: ClassVar[None] = None
@@ -66,7 +66,7 @@ class Sweep(ChainSchedule):
     forms: tuple[int, ...] = ()
 
     def actions(self, chain: Chain) -> Iterator[Action]:
-        """The actions, made one by one as they are asked for."""
+        """The actions, made one by one as they are requested."""
         if sum(self.stretches) != len(chain) or min(self.stretches, default=0) < 1:
             raise InputError(f"stretches of {self.stretches} steps do not make up a chain of {len(chain):,}")
         if len(self.forms) not in (0, len(chain)):
@@ -75,15 +75,15 @@ class Sweep(ChainSchedule):
         return _sweep(starts, len(chain), self.forms)
 
     def bill(self, chain: Chain) -> Bill:
-        """What they will cost."""
+        """The cost of the actions, found by simulating them."""
         return simulate_actions(chain, self.actions(chain))
 
     def bound(self, chain: Chain) -> None:
-        """None: there is no proof for unequal steps."""
+        """None: no bound is proven for unequal steps."""
 
 
 def _sweep(starts: range | list[int], length: int, forms: tuple[int, ...] = ()) -> Iterator[Action]:
-    """Store every start but the last on the way, then tape each stretch and pull it back, the last one first."""
+    """Store the start of every stretch but the last, then tape each stretch and pull it back, from the last on."""
     for start, stop in pairwise(starts):
         yield Save(start)
         yield Advance(start, stop)
@@ -100,15 +100,15 @@ def _sweep(starts: range | list[int], length: int, forms: tuple[int, ...] = ()) 
         stop = start
 
 
-# --- unequal steps: the sweep that peaks lowest
+# --- unequal steps: the sweep with the lowest peak
 
 
 def least_sweep(chain: Chain) -> Sweep:
-    """The sweep over unequal steps that peaks lowest, by halving on the peak.
+    """The sweep over unequal steps with the lowest peak, found by bisection.
 
-    For a given peak only the snapshot bytes held where a stretch starts matter, and fewer are always better: so
-    one pass over the steps, with the fewest held bytes for each start, decides whether the peak can be kept. What a
-    stretch's own tapes come to is the least over their forms; of the forms that keep the peak, the fastest are taken.
+    For a given peak only the snapshot bytes held where a stretch starts matter, and fewer are always better. So one
+    pass over the steps, with the fewest held bytes for each start, decides whether a sweep within the peak exists. For
+    that, each step of a stretch is in its smallest form; of the forms within the lowest peak, the fastest are taken.
     """
     taping = _taping(chain)
     needs = _needs(chain, taping)
@@ -126,12 +126,13 @@ def least_sweep(chain: Chain) -> Sweep:
 
 
 def _taping(chain: Chain) -> NDArray[np.int64]:
-    """taping[start, stop]: least peak bytes of taping a stretch and pulling it back, each step in whichever form."""
+    """taping[start, stop]: the least peak bytes of taping a stretch and pulling it back, each step in its best form."""
     length, needs = len(chain), MemoryNeeds(chain)
     taping = np.zeros((length + 1, length + 1), dtype=np.int64)
-    cotangents = np.array(needs.cotangent)  # of the state where a stretch stops
+    cotangents = np.array(needs.cotangent)  # of the state at which a stretch stops
+    # From the last start to the first: the peak of [start, stop) follows from that of [start + 1, stop), beside the
+    # tape of step `start`. All stretches that start here are computed at once.
     for start in reversed(range(length)):
-        # All stretches that start here, each after the rest of it.
         beside = np.maximum(needs.tape[start] + cotangents[start:], taping[start + 1, start + 1 :])
         peaks = [
             tape + np.maximum(beside, pulling)
@@ -142,17 +143,19 @@ def _taping(chain: Chain) -> NDArray[np.int64]:
 
 
 def _needs(chain: Chain, taping: NDArray[np.int64]) -> NDArray[np.int64]:
-    """needs[start, stop]: peak bytes, beyond the snapshots below, of sweeping over and then taping a stretch."""
+    """needs[start, stop]: the peak bytes, beyond the snapshots below, of running over a stretch and later taping it."""
     length, needs = len(chain), taping[:-1].copy()
     advance = [chain[k].working.advance for k in range(length)]
     for start in range(length):
-        sweeping = chain[start].state + np.maximum.accumulate(advance[start:-1])  # the last stretch is taped at once
+        # The last stretch has no plain run: it is taped when the sweep reaches it.
+        sweeping = chain[start].state + np.maximum.accumulate(advance[start:-1])
         needs[start, start + 1 : -1] = np.maximum(needs[start, start + 1 : -1], sweeping)
     return needs
 
 
 def _forms_within(chain: Chain, taping: NDArray[np.int64], stretches: tuple[int, ...], peak: int) -> tuple[int, ...]:
-    """For each step the fastest form that lets the rest of its stretch keep the peak, from the first step on."""
+    """For each step, from the first on, the fastest form that leaves the rest of its stretch within the peak."""
+    # `stored` has the bytes of snapshots below the stretch, `held` those and the tapes of the stretch so far.
     needs, forms, stored, start = MemoryNeeds(chain), [], 0, 0
     for size in stretches:
         stop, held = start + size, stored
@@ -170,16 +173,17 @@ def _forms_within(chain: Chain, taping: NDArray[np.int64], stretches: tuple[int,
 
 
 def _stretches_within(chain: Chain, needs: NDArray[np.int64], peak: int) -> tuple[int, ...] | None:
-    """Lengths of stretches that never hold more than `peak` bytes, or None."""
+    """The lengths of stretches whose sweep stays within `peak` bytes; None if there are none."""
     length = len(chain)
     held = np.full(length + 1, peak + 1, dtype=np.int64)  # fewest snapshot bytes below a stretch that starts here
-    before = np.full(length + 1, -1, dtype=np.int64)
+    before = np.full(length + 1, -1, dtype=np.int64)  # where the stretch before that one starts
     held[0] = 0
     for start in range(length):
         stops = np.arange(start + 1, length + 1)
         after = held[start] + chain[start].state
         better = (held[start] + needs[start, start + 1 :] <= peak) & (after < held[start + 1 :])
-        # Nothing is stored after the last stretch, and only that one is run once: the longest is the best.
+        # The stretch that ends the chain stores nothing and has no plain run, so the longest one is the best: the first
+        # start from which it fits.
         better[-1] = before[length] < 0 and held[start] + needs[start, length] <= peak
         held[stops[better]], before[stops[better]] = after, start
     if before[length] < 0:

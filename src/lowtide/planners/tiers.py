@@ -1,17 +1,17 @@
 """Equal steps, memory for snapshots and tape, and a disk whose writes and reads take time.
 
 The recurrence of H-Revolve (Herrmann and Pallez, 2020), extended by tape. With f seconds for a plain run, W and R
-for writing and reading one snapshot, i snapshots held in memory below, and c_i as in `equal`:
+seconds for writing and reading one snapshot, i snapshots held in memory below, and c_i as in `equal`:
 
     V_i(l) = 0                                                    if l <= c_i
     V_i(l) = min over j of  j*f + V_{i+1}(l-j) + V_i(j)           the start waits in memory
                         or  W + j*f + V_i(l-j) + R + D_i(j)       the start waits on disk
-    D_i(l) = min(V_i(l),  min over j of  j*f + V_i(l-j) + R + D_i(j))     it is there already: no second write
+    D_i(l) = min(V_i(l),  min over j of  j*f + V_i(l-j) + R + D_i(j))     it is on disk already: no second write
 
-V is for a start that is current and on no disk, D for one that has just been read and is still there. Tables
-take length^2 * levels additions. Longer chains get a snapshot on disk every `period` steps and the
-equal-step optimum in between, with the period that costs least per step (Aupy and Herrmann's periodic
-schedules, 2017, which are asymptotically optimal).
+V is for a start that is current and not on disk, D for one that has just been read and is still on disk. Filling the
+tables takes length^2 * levels additions. Longer chains get a snapshot on disk every `period` steps and the equal-step
+optimum in between, with the period that costs least per step (Aupy and Herrmann's periodic schedules, 2017, which are
+asymptotically optimal).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _Floats = NDArray[np.float64]
 @registered
 @dataclass(frozen=True, slots=True)
 class Tiers(ChainSchedule):
-    """At most `memory` bytes of snapshots and tape in memory, further snapshots on `disk`.
+    """At most `memory` bytes of snapshots and tape in memory, and further snapshots on `disk`.
 
-    `period` is 0 for the exact table, otherwise the steps between snapshots on disk.
+    `period` is 0 for the exact table, otherwise the number of steps between snapshots on disk.
     """
 
     planner: ClassVar[str] = "tiers"
@@ -57,19 +57,19 @@ class Tiers(ChainSchedule):
             raise InputError(f"disk={self.disk!r} is a {type(self.disk).__name__}; give a Disk")
 
     def actions(self, chain: Chain) -> Iterator[Action]:
-        """The actions in order, made as they are asked for."""
+        """The actions, made one by one as they are requested."""
         return splits.play(self._rule(chain), 0, len(chain))
 
     def bill(self, chain: Chain) -> Bill:
-        """What the actions will cost, transfers among it."""
+        """The cost of the actions, transfers to and from the disk included."""
         return splits.bill(self._rule(chain), chain, disk=self.disk)
 
     def bound(self, chain: Chain) -> None:
-        """None: plain runs are not what this planner minimises."""
+        """None: this planner minimises seconds, not plain runs."""
 
     def _rule(self, chain: Chain) -> splits.Rule:
         step, length = splits.equal_step(chain), len(chain)
-        if self.memory < step.tape:  # every start can wait on disk, so one tape is enough
+        if self.memory < step.tape:  # one tape is enough, because every start can wait on disk
             raise BudgetError(self.memory, step.tape, "one tape has to be in memory")
         if self.period:
             between = min(self.period, length)
@@ -80,7 +80,7 @@ class Tiers(ChainSchedule):
 
 
 def two_tiers(chain: Chain, memory: int, disk: Disk) -> Tiers | Uniform:
-    """The exact schedule where its table is affordable; otherwise the better of the best periodic one and no disk."""
+    """The exact schedule where its table is affordable; otherwise the faster of the best periodic one and no disk."""
     step, length = splits.equal_step(chain), len(chain)
     memory = min(memory, length * step.tape)
     levels = len(capacities(memory, step.state, step.tape, length))
@@ -105,11 +105,11 @@ def _periodic(memory: int, period: int, step: StepCost) -> splits.Rule:
 
 
 def _best_period(memory: int, step: StepCost, disk: Disk, length: int) -> int:
-    """The period with the least seconds per step; candidates grow by an eighth."""
+    """The period with the fewest seconds per step; each candidate is an eighth longer than the one before."""
     trip = step.state * (disk.write + disk.read)
-    room = memory // step.tape  # a period of so many steps is taped at once
+    room = memory // step.tape  # steps: a period this long is taped whole
     if memory < least_memory(step.state, step.tape, length):
-        return room  # no room for a snapshot beside a tape
+        return room  # a snapshot does not fit beside a tape
     between = solver(memory, step.state, step.tape, length)
     best, least = room, trip / room
     period = room
@@ -122,18 +122,19 @@ def _best_period(memory: int, step: StepCost, disk: Disk, length: int) -> int:
 
 
 class _Table:
-    """V and D for every level and length, and the split that each value comes from."""
+    """V and D for every level and length, and the split that leads to each value."""
 
     def __init__(self, memory: int, step: StepCost, disk: Disk, length: int) -> None:
         self._capacities = capacities(memory, step.state, step.tape, length)
         self._forward, self._write, self._read = step.forward, step.state * disk.write, step.state * disk.read
         self._left: dict[tuple[int, int, bool], tuple[int, Tier]] = {}
-        above: _Floats = np.full(length + 1, np.inf)  # V one level up; more snapshots than that do not fit
+        # V of the level with one more snapshot. Above the last level there is none: that many snapshots do not fit.
+        above: _Floats = np.full(length + 1, np.inf)
         for held in range(len(self._capacities) - 1, -1, -1):
             above = self._level(held, length, above)
 
     def rule(self, length: int, held: int, stored: Tier | None) -> tuple[int, Tier]:
-        """How far to advance before splitting a stretch, and where its start waits."""
+        """A `splits.Rule`: how far to advance before splitting a stretch, and where its start waits."""
         if length <= self._capacities[held]:
             return 0, Tier.MEMORY
         return self._left[length, held, stored is Tier.DISK]
@@ -143,6 +144,7 @@ class _Table:
         running = self._forward * np.arange(length + 1)
         fresh: _Floats = np.zeros(length + 1)  # V
         on_disk: _Floats = np.zeros(length + 1)  # D
+        # Both parts of a split are shorter than the stretch, so going up in size all values needed are known.
         for size in range(fits + 1, length + 1):
             parts = slice(1, size)
             rest = slice(size - 1, 0, -1)

@@ -1,26 +1,27 @@
 """Unequal steps, each with a menu of tapes: the fastest persistent schedule within a peak.
 
 The dynamic program of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova for heterogeneous chains ("Optimal
-checkpointing for heterogeneous chains", 2019), with several tapes to choose from for each step. For the steps
-[s, t) with state s current, and m bytes for all that they hold, their cheapest treatment is either
+checkpointing for heterogeneous chains", 2019), with several tapes to choose from for each step. To *treat* [s, t) is to
+tape and pull back all of its steps, starting with state s current. Within m bytes for everything that is held, the
+cheapest way is either to
 
 - tape step s (in one of its forms), treat [s+1, t) beside that tape, pull step s back; or
 - store state s, run [s, k) without tape, treat [k, t) beside the snapshot, restore s, treat [s, k).
 
 It is optimal among persistent schedules: those in which a snapshot or tape, once made, stays until its own backward,
-and no step runs while the tape of a later one is kept. Dropping one early and making it again later can win, seldom
-and little (the tests measure it). The recurrence is evaluated in one of two ways:
+and no step runs while the tape of a later one is kept. Dropping something early and recomputing it later can win,
+rarely and by little (the tests measure it). The recurrence is evaluated in one of two ways:
 
-- Exactly, in bytes (`Fronts`), up to `EXACT_STEPS` steps of one form, or fewer of more. As a function of the bytes m,
-  the least seconds of a stretch is a staircase, kept as its corners. Taping a step shifts a staircase; splitting adds
-  two of them at the same m, so the corners of the sum are those of its parts, and their number does not multiply: a
-  chain of 50 steps with sizes at random has about 800. One set of staircases answers every budget, so a larger budget
-  can never come out slower. It takes a few microseconds for each (start, split, stop) and corner; five forms for each
-  step instead of one make four times as many corners.
-- As a table of memory levels (`Levels`), for longer chains and longer menus; above `MOST_STEPS` steps the smallest
-  neighbours are joined first. It is the budget that is cut into levels, not the total. Sizes are rounded so that sums
-  come out right (`MemoryNeeds`), so a plan's real peak can be a few levels off either way: the table goes beyond the
-  budget by an eighth, and from the top the first plan whose exact peak keeps the budget is taken.
+- Exactly, in bytes (`Fronts`), for up to `EXACT_STEPS` steps of one form, or fewer steps with more forms. As a function
+  of the bytes m, the fewest seconds of a stretch are a staircase, stored as its corners. Taping a step shifts a
+  staircase; splitting adds two of them at the same m, so the corners of the sum are those of its parts, and their
+  number does not multiply: a chain of 50 steps with random sizes has about 800. One set of staircases answers every
+  budget, so a larger budget never gets a slower plan. It takes a few microseconds for each (start, split, stop) and
+  corner; five forms for each step instead of one make four times as many corners.
+- As a table of memory levels (`Levels`), for longer chains and longer menus; above `MOST_TABLE_STEPS` steps the
+  smallest neighbours are joined first. The budget is divided into levels, not the total. Sizes are rounded so that
+  their sums are right (`MemoryNeeds`), so a plan's real peak can be a few levels off either way: the table goes beyond
+  the budget by an eighth, and from the top the first plan whose exact peak is within the budget is taken.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ _Floats = NDArray[np.float64]
 
 
 class MemoryNeeds:
-    """What treating a stretch of unequal steps holds beyond what is held below it, in units of `unit` bytes.
+    """The memory that treating a stretch of unequal steps needs beyond what is held below it, in units of `unit` bytes.
 
-    With a unit above 1, sizes are rounded so that the *sum* over any stretch is within one unit of the truth: each is
-    the difference of two rounded running totals. Rounding every size by itself would add up to a fifth.
+    With a unit above 1, states and tapes are rounded so that the *sum* over any stretch is within one unit of the true
+    one: each is the difference of two rounded running totals. Rounding every size separately would add up to a fifth.
+    Working sets do not add up, and are rounded up.
     """
 
     def __init__(self, chain: Chain, unit: int = 1) -> None:
@@ -62,21 +64,22 @@ class MemoryNeeds:
         self.advance = [-(-step.working.advance // unit) for step in steps]
         self.tape = [-(-step.working.tape // unit) for step in steps]
         self.pulling = [[-(-backward // unit) for backward in step.pulling] for step in steps]
-        # While [s, t) is treated, the cotangent of state t is there, unless t is the end of the chain.
+        # By the last step of [s, t): while it is treated, the cotangent of state t is held, unless t ends the chain.
         self.cotangent = [-(-step.cotangent // unit) for step in steps[1:]] + [0]
 
     def beside_tape(self, start: int, stop: int, form: int) -> int:
-        """Room that step `start` needs beside its own tape, when [start, stop) is treated by taping it so first."""
+        """The memory that step `start` needs beside its own tape, if [start, stop) is treated by taping it first."""
         return max(self.tape[start] + self.cotangent[stop - 1], self.pulling[start][form])
 
     def running(self, start: int, middle: int, stop: int) -> int:
-        """Room for running [start, middle) from a stored start, when [start, stop) is treated."""
+        """The memory for running [start, middle) from a stored start, while [start, stop) is treated."""
         return self.state[start] + max(self.advance[start:middle]) + self.cotangent[stop - 1]
 
     def parts(self, start: int, stop: int, room: int, decision: int) -> list[tuple[int, int, int]]:
-        """The stretches (start, stop, room) that a decision leaves to treat; the one to treat first comes last.
+        """The stretches (start, stop, room) that are left to treat after a decision; the last of them comes first.
 
-        A decision n > 0 stores state `start` and advances n steps; n <= 0 tapes step `start` in form -n.
+        A decision n > 0 stores state `start` and advances n steps; n <= 0 tapes step `start` in form -n. The order is
+        that of a stack: callers pop the stretch to treat next from the end.
         """
         if decision > 0:
             middle = start + decision
@@ -87,6 +90,7 @@ class MemoryNeeds:
 
 
 def _spread(sizes: list[int], unit: int) -> list[int]:
+    """The sizes in units, rounded so that each partial sum from the first on is rounded correctly."""
     total, rounded, spread = 0, 0, []
     for size in sizes:
         total += size
@@ -98,13 +102,14 @@ def _spread(sizes: list[int], unit: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Front:
-    """Corners by rising bytes and falling seconds, and the decision that leads to each."""
+    """A staircase: its corners by rising bytes and falling seconds, and the decision that leads to each."""
 
     bytes: _Ints
     seconds: _Floats
     decisions: _Ints
 
     def at(self, room: _Ints) -> _Floats:
+        """The fewest seconds in these numbers of bytes, none of which is below the first corner."""
         return self.seconds[np.searchsorted(self.bytes, room, side="right") - 1]
 
 
@@ -120,6 +125,7 @@ class Fronts:
         ]
         self._running = [chain.forward_seconds(0, k) for k in range(length + 1)]
         self._fronts: dict[tuple[int, int], _Front] = {}
+        # By rising width: a stretch's front needs only those of stretches inside it.
         for width in range(1, length + 1):
             for start in range(length - width + 1):
                 self._fronts[start, start + width] = self._front(start, start + width)
@@ -130,7 +136,7 @@ class Fronts:
         return int(self._fronts[0, self._length].bytes[0])
 
     def decisions(self, budget: int) -> list[int]:
-        """The fastest persistent schedule within `budget`, as the decisions that `Hetero` keeps."""
+        """The fastest persistent schedule within `budget`, as the decisions that `Hetero` stores."""
         decisions = []
         pending = [(0, self._length, min(budget, int(self._fronts[0, self._length].bytes[-1])))]
         while pending:
@@ -147,6 +153,7 @@ class Fronts:
         room = np.concatenate([front.bytes for front in candidates])
         seconds = np.concatenate([front.seconds for front in candidates])
         decisions = np.concatenate([front.decisions for front in candidates])
+        # By bytes, then by seconds: a corner stays if it is faster than every one before it, which all fit its bytes.
         order = np.lexsort((seconds, room))
         seconds = seconds[order]
         better = np.ones(len(order), dtype=bool)
@@ -167,6 +174,7 @@ class Fronts:
         state = self._needs.state[start]
         beside_start = state + right.bytes
         least = max(self._needs.running(start, middle, stop), int(left.bytes[0]), int(beside_start[0]))
+        # The sum changes only where one of its two parts does, so its corners are among theirs.
         corners = np.concatenate([left.bytes, beside_start])
         room = np.concatenate([[least], np.sort(corners[corners > least])])
         seconds = left.at(room) + right.at(room - state) + (self._running[middle] - self._running[start])
@@ -175,15 +183,15 @@ class Fronts:
 
 @lru_cache(maxsize=8)
 def fronts(chain: Chain) -> Fronts:
-    """The staircases of a chain, kept for the next budget."""
+    """The staircases of a chain, cached for the next budget."""
     return Fronts(chain)
 
 
 class Levels:
-    """Seconds of the cheapest treatment of every [s, t) in every number of levels.
+    """The seconds of the cheapest treatment of every [s, t) in every number of levels.
 
-    With `count_slots`, every state takes one level and every tape one, only stretches of one step are taped, and
-    nothing else counts: so many slots, and one step of tape.
+    With `count_slots`, every state takes one level, the tape one, only stretches of one step are taped, and nothing
+    else counts: n + 1 levels are then n slots and one step of tape.
     """
 
     def __init__(self, chain: Chain, unit: int, levels: int, *, count_slots: bool = False) -> None:
@@ -199,17 +207,18 @@ class Levels:
             for k, step in ((k, chain[k]) for k in range(length))
         ]
         self._running = np.array([chain.forward_seconds(0, k) for k in range(length + 1)])
+        # By start, stop and level; infinite where the levels do not suffice. Filled by rising width, like `Fronts`.
         self._table: _Floats = np.empty((length, length + 1, levels + 1))
         for width in range(1, length + 1):
             for start in range(length - width + 1):
                 self._fill(start, start + width)
 
     def seconds(self, level: int) -> float:
-        """Of the whole chain in that many levels."""
+        """The seconds of the whole chain in this many levels."""
         return float(self._table[0, self._length, level])
 
     def decisions(self, level: int) -> list[int]:
-        """The decisions of the cheapest treatment, in the order that `Hetero` keeps them."""
+        """The decisions of the cheapest treatment in this many levels, in the order in which `Hetero` stores them."""
         decisions = []
         pending = [(0, self._length, level)]
         while pending:
@@ -231,7 +240,7 @@ class Levels:
             np.minimum(row[state:], seconds, out=row[state:])
 
     def _taping(self, start: int, stop: int, option: int) -> tuple[int, _Floats]:
-        """The least levels in which step `start` can be taped first, and the seconds from there on up."""
+        """The fewest levels in which step `start` can be taped first, and the seconds in each number from there on."""
         tape = self._needs.tapes[start][option]
         low = min(tape + self._needs.beside_tape(start, stop, option), self.levels + 1)
         own = self._own[start][option]
@@ -242,7 +251,10 @@ class Levels:
         return low, own + self._table[start + 1, stop, low - tape : self.levels + 1 - tape]
 
     def _splitting(self, start: int, stop: int, low: int, high: int) -> _Floats:
-        """Seconds for every place to split at (rows) in the levels [low, high), which hold state `start`."""
+        """The seconds for every place to split at (rows) and the levels [low, high), which have room for state `start`.
+
+        Infinite where the levels do not suffice.
+        """
         state = self._needs.state[start]
         right = self._table[start + 1 : stop, stop, low - state : high - state]
         total: _Floats = self._table[start, start + 1 : stop, low:high] + right
@@ -254,7 +266,7 @@ class Levels:
         return total
 
     def _decide(self, start: int, stop: int, room: int) -> int:
-        """The decision behind an entry of the table, found by making its candidates again."""
+        """The decision that leads to an entry of the table, found by computing its candidates once more."""
         best, decision = np.inf, 0
         for option in range(len(self._own[start])):
             low, seconds = self._taping(start, stop, option)
@@ -268,18 +280,19 @@ class Levels:
         return decision
 
 
-EXACT_STEPS = 48
-MOST_STEPS = 200
-LEVELS = 500
+# Limits, with their reasons in docs/decisions/0006-levels-of-the-budget.md.
+EXACT_STEPS = 48  # of one form each; up to here nothing is rounded and planning takes under a second
+MOST_TABLE_STEPS = 200  # in a table of levels; longer chains have neighbours joined until this many are left
+BUDGET_LEVELS = 500  # into which a table divides the budget
 
 
 @registered
 @dataclass(frozen=True, slots=True)
 class Hetero(ChainSchedule):
-    """A persistent schedule as the row of its decisions, outermost and leftmost first.
+    """A persistent schedule as the sequence of its decisions, the outermost and leftmost first.
 
-    A decision n > 0 stores the first state and advances n steps; n <= 0 tapes the first step with entry -n of its
-    menu. Each decision is followed by those for the right part, then by those for the left.
+    A decision n > 0 stores the first state of a stretch and advances n steps; n <= 0 tapes the first step in the form
+    of entry -n of its menu. Each decision is followed by those for the right part, then by those for the left.
     """
 
     planner: ClassVar[str] = "hetero"
@@ -294,6 +307,7 @@ class Hetero(ChainSchedule):
         # stored start.
         pending: list[tuple[int, int]] = []
         start, stop, stored = 0, len(chain), False
+        # On entry of each turn: the state at `start` is current, and a snapshot if `stored`; the backward is at `stop`.
         while True:
             while start < stop:
                 decision = next(decisions, None)
@@ -324,18 +338,20 @@ class Hetero(ChainSchedule):
             raise self._misfit(chain)
 
     def bill(self, chain: Chain) -> Bill:
-        """What the actions will cost."""
+        """The cost of the actions, found by simulating them."""
         return simulate_actions(chain, tuple(self.actions(chain)))
 
     def bound(self, chain: Chain) -> None:
-        """None: optimal among persistent schedules is not a bound on all schedules."""
+        """None: the optimum among persistent schedules is no bound for all schedules."""
 
     def _misfit(self, chain: Chain) -> InputError:
         return InputError(f"{len(self.decisions):,} decisions do not fit a chain of {len(chain):,} steps")
 
 
 def is_exact(chain: Chain) -> bool:
-    """Whether nothing is rounded: staircases have corners in proportion to the forms of all steps."""
+    """Whether the chain is planned exactly, without rounding."""
+    # A limit on the work: stretches and splits are length**3, and staircases have corners in proportion to the forms
+    # of all steps.
     length = len(chain)
     return length <= EXACT_STEPS and length**3 * sum(len(chain[k].menu) for k in range(length)) <= EXACT_STEPS**4
 
@@ -353,38 +369,38 @@ def fastest(chain: Chain, budget: int) -> Hetero:
     return everything if everything.bill(chain).peak_memory <= budget else by_levels(chain, budget)
 
 
-def by_levels(chain: Chain, budget: int, levels: int = LEVELS) -> Hetero:
-    """The fastest schedule that a table of so many levels finds; see `fastest`."""
+def by_levels(chain: Chain, budget: int, levels: int = BUDGET_LEVELS) -> Hetero:
+    """The fastest schedule that a table of this many levels finds; see `fastest`."""
     joined, sizes = _joined(chain)
     levels = min(levels, budget)
     table = Levels(joined, -(-budget // levels), levels + levels // 8)
     for level in range(table.levels, 0, -1):
-        # Seconds only rise on the way down, so the first plan that keeps the budget is the best. Where a level less
-        # takes the same time, that plan is the smaller one.
+        # Seconds only rise on the way down, so the first plan within the budget is the fastest. Where one level less
+        # takes the same time, its plan is the smaller one, so this level is skipped.
         if table.seconds(level) < table.seconds(level - 1):
             schedule = Hetero(tuple(_expanded(chain, table.decisions(level), sizes)))
             if schedule.bill(chain).peak_memory <= budget:
                 return schedule
-    return Hetero(_smallest(chain)[1])  # so close to the least that rounding leaves no other
+    return Hetero(_smallest(chain)[1])  # the budget is so close to the least that rounding rules out every other plan
 
 
 def with_slots(chain: Chain, slots: int) -> Hetero:
-    """The fastest schedule with at most `slots` snapshots, the initial state among them, and one step of tape.
+    """The fastest schedule with at most `slots` snapshots, the initial state included, and the tape of one step.
 
-    For at most `MOST_STEPS` steps.
+    The chain has at most `MOST_TABLE_STEPS` steps.
     """
     levels = min(slots, len(chain)) + 1
     return Hetero(tuple(Levels(chain, 1, levels, count_slots=True).decisions(levels)))
 
 
 def _joined(chain: Chain) -> tuple[Chain, list[int]]:
-    """The chain with its smallest neighbours joined until `MOST_STEPS` are left, and how many steps each holds.
+    """The chain with its smallest neighbours joined until `MOST_TABLE_STEPS` are left, and the steps in each of them.
 
-    Joined steps have as many forms as the one of them with the most, and all are taped in the same; see `_form`.
+    A joined step has as many forms as the one of its steps with the most, and all are taped in the same; see `_form`.
     """
     sizes = [1] * len(chain)
     tapes = [chain[k].tape for k in range(len(chain))]
-    while len(sizes) > MOST_STEPS:
+    while len(sizes) > MOST_TABLE_STEPS:
         k = min(range(len(tapes) - 1), key=lambda k: tapes[k] + tapes[k + 1])
         tapes[k : k + 2] = [tapes[k] + tapes[k + 1]]
         sizes[k : k + 2] = [sizes[k] + sizes[k + 1]]
@@ -420,7 +436,7 @@ def _as_one(parts: list[StepCost]) -> StepCost:
 
 
 def _form(step: StepCost, form: int) -> int:
-    """The entry of its menu that the step is taped in where its neighbours are taped in this one: its last, at most."""
+    """The entry of the step's menu for a joined step that is taped in form `form`: that one, or the step's last."""
     return min(form, len(step.menu) - 1)
 
 
@@ -441,7 +457,7 @@ def _expanded(chain: Chain, decisions: list[int], sizes: list[int]) -> Iterator[
 
 @lru_cache(maxsize=8)
 def _smallest(chain: Chain) -> tuple[int, tuple[int, ...]]:
-    """The least peak, exactly, and the decisions of a schedule that reaches it."""
+    """The exact least peak, and the decisions of a schedule that has it."""
     length = len(chain)
     needs = MemoryNeeds(chain)
     state, advance = np.array(needs.state), np.array(needs.advance)

@@ -1,4 +1,4 @@
-"""With Lowtide and without it: are the gradients the same, and at what cost."""
+"""Compares gradients with Lowtide and without it: whether they are the same, and what both runs cost."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lowtide.torch.state.trees import leaves_of
 
 
 def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:
-    """Run `fn(*args, **kwargs)` and its backward twice, with Lowtide's loops as plain loops and as they are.
+    """Run `fn(*args, **kwargs)` and its backward twice: with Lowtide's loops as plain loops, and as they are.
 
     `fn` returns a loss, or anything with tensors in it, which are summed. Gradients are compared for every tensor that
-    needs one and that the result depends on. Random generators and the state of modules are put back after each run.
+    requires one and that the result depends on. Random generators and the state of modules are restored after each run.
     """
     modules = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, nn.Module)]
     hidden, random = Hidden((fn, *modules)), Randomness(())
@@ -55,7 +55,7 @@ def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comp
 
 
 def _matched(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[tuple[int | None, int | None]]:
-    """Places of the same tensor in both lists; tensors that each run made anew are matched in their order."""
+    """Pairs of places of the same tensor in both lists; tensors that each run makes itself are matched in order."""
     places = {id(leaf): k for k, leaf in enumerate(other)}
     pairs: list[tuple[int | None, int | None]] = [(k, places.get(id(leaf))) for k, leaf in enumerate(one)]
     taken = {place for _, place in pairs}
@@ -105,7 +105,7 @@ def _compared(name: str, one: torch.Tensor | None, other: torch.Tensor | None) -
     one, other = one.detach(), other.detach()
     finite = one.isfinite()
     odd_agree = torch.equal(finite, other.isfinite()) and one[~finite].allclose(other[~finite], equal_nan=True)
-    if not odd_agree:  # infinities, and what is no number
+    if not odd_agree:  # infinities and NaNs differ
         return Compared(name, False, math.inf, math.inf)
     difference = _largest((one - other)[finite])
     return Compared(name, False, difference, share_of(difference, _largest(one[finite])))

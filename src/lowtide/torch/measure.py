@@ -1,10 +1,10 @@
-"""How many bytes of tensors a piece of code holds at its worst moment.
+"""The most bytes of tensors that a piece of code holds at any moment.
 
     with lt.measure.peak() as memory:
         loss = train_step()
     print(memory.peak, memory.now)
 
-What is seen and what is not is told in `lowtide.torch.memory.tracker`, which does the work.
+`lowtide.torch.memory.tracker`, which does the work, describes what is counted and what is not.
 """
 
 from lowtide.torch.memory.tracker import Memory, peak, storage_bytes, watching

@@ -50,7 +50,7 @@ class Surrogate(nn.Module):
     """A spike function: 1 where x >= 0, with `slope(x)` in place of its derivative."""
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
-        """What the backward uses as the derivative at x."""
+        """The derivative at x that the backward uses."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ class SuperSpike(Surrogate):
 
 
 def expon_step(g: torch.Tensor, x: torch.Tensor, decay: float) -> torch.Tensor:
-    """An exponential synapse: decays, then takes in x."""
+    """One step of an exponential synapse: the conductance decays, then x is added."""
     return g * decay + x
 
 
@@ -159,11 +159,11 @@ class Expon(nn.Module):
         self.g: torch.Tensor | None = None
 
     def reset(self) -> None:
-        """Forget the state."""
+        """Discard the state."""
         self.g = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Decay, take in x, and return the conductance."""
+        """Let the conductance decay, add x to it, and return it."""
         self.g = expon_step(torch.zeros_like(x) if self.g is None else self.g, x, self.decay)
         return self.g
 
@@ -194,7 +194,7 @@ class LIF(nn.Module):
         self.v: torch.Tensor | None = None
 
     def reset(self) -> None:
-        """Forget the state."""
+        """Discard the state."""
         self.v = None
 
     def forward(self, current: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ class LIF(nn.Module):
 
 
 def reset(net: nn.Module) -> None:
-    """Forget the state of every neuron and synapse of this module in the network."""
+    """Discard the state of every `LIF` neuron and `Expon` synapse in the network."""
     for module in net.modules():
         if isinstance(module, Expon | LIF):
             module.reset()

@@ -238,7 +238,7 @@ def test_sums_refuse_what_cannot_be_added_or_divided() -> None:
     [
         (
             [torch.ones(2), torch.ones(2), torch.ones(3)],
-            r"^step 2 returned the output y as \(3,\) torch.float32, at .* it was \(2,\) torch.float32 on cpu; ",
+            r"^step 2 returned the output y as \(3,\) torch.float32 on cpu, at .* it was \(2,\) torch.float32 on cpu; ",
         ),
         (
             [{"a": (torch.ones(2), 1)}] * 2 + [{"a": (torch.ones(2).double(), 1)}],
@@ -247,7 +247,7 @@ def test_sums_refuse_what_cannot_be_added_or_divided() -> None:
         ([{"a": torch.ones(2), "k": 1}] * 2 + [{"a": 1.0, "k": 1}], r"step 2 returned the output y\['a'\] as a float"),
         (
             [{"k": 1}] * 2 + [{"k": torch.ones(2)}],
-            r"y\['k'\] as \(2,\) torch.float32, at the step before it was no tensor",
+            r"y\['k'\] as \(2,\) torch.float32 on cpu, at the step before it was no tensor",
         ),
         (
             [torch.ones(2), torch.ones(2), (torch.ones(2),)],

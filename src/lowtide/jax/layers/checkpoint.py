@@ -1,4 +1,4 @@
-"""One function whose tape is not kept: `jax.checkpoint`, but the rerun waits until it is needed (`rerun.py`)."""
+"""One function whose tape is not kept: `jax.checkpoint` with a rerun that waits until it is needed (`rerun.py`)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def checkpoint(
     static_argnums: int | tuple[int, ...] = (),
     static_argnames: str | Iterable[str] = (),
 ) -> Callable[..., Any]:
-    """The function that computes what `fun` does and is run again in the backward instead of keeping its tape.
+    """A function that computes what `fun` does, and is run again in the backward instead of keeping its tape.
 
-    The words are those of `jax.checkpoint`. That one saves nothing on the CPU, where XLA runs its reruns early, beside
-    everything that is still stored; here they wait. With a policy, or another `prevent_cse` than True, it is
-    `jax.checkpoint` itself. Each call outside of `jit` is traced anew.
+    The arguments are those of `jax.checkpoint`, which saves nothing on the CPU: there XLA runs its reruns early, beside
+    everything that is still stored, whereas here they wait. With a policy, or with a `prevent_cse` other than True, the
+    result is that of `jax.checkpoint` itself. Each call outside of `jit` is traced again.
 
     Args:
         fun: a pure function.
-        prevent_cse: keep XLA from joining first run and rerun, which would keep the tape after all; not needed inside
-            `scan` and the loops here.
+        prevent_cse: keep XLA from merging first run and rerun, which would keep the tape after all; not needed inside
+            `scan` and the loops of Lowtide.
         policy: which intermediate results to keep; see `jax.checkpoint_policies`.
-        static_argnums: places of arguments that `fun` is specialised on.
-        static_argnames: names of such keyword arguments.
+        static_argnums: the indices of arguments that `fun` is specialised on.
+        static_argnames: the names of such keyword arguments.
     """
     function(fun, "fun")
     if policy is not None or prevent_cse is not True:

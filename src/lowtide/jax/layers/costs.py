@@ -1,6 +1,6 @@
-"""What layers cost, from their types alone: bytes as XLA would lay them out, and floating point operations.
+"""The costs of layers, from their types alone: bytes as XLA would lay them out, and floating point operations.
 
-Not counted is what the plain call holds too: parameters, their gradients, and what is made of parameters alone.
+What the plain call holds too is not counted: parameters, their gradients, and values that depend on parameters alone.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lowtide.jax.xla.memory import Liveness, XlaGraph
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What a layer costs, or several in a row.
+    """The costs of one layer, or of several in a row.
 
     Attributes:
-        state: bytes of what it starts from.
-        held: bytes of its tape beside what it starts from, and beside its results, which the next stretch starts from.
-        reads_input: whether the way back needs what it starts from.
-        advance: most bytes while it runs.
-        taping: most bytes while it runs and keeps its tape.
-        backward: most bytes while it is pulled back.
+        state: bytes of its input.
+        held: bytes of its tape without its input, and without its results, which are the input of what follows.
+        reads_input: whether its backward needs its input.
+        advance: the most bytes while it runs.
+        taping: the most bytes while it runs and keeps its tape.
+        backward: the most bytes while it is pulled back.
         forward_work: floating point operations of running it.
         backward_work: floating point operations of pulling it back.
-        cotangent: bytes of the gradient of what it starts from.
+        cotangent: bytes of the gradient of its input.
     """
 
     state: int
@@ -45,7 +45,7 @@ class LayerCost:
     cotangent: int
 
     def step(self) -> StepCost:
-        """The same as a step of a chain."""
+        """The same costs as a step of a chain."""
         state = max(self.state, 1)
         tape = state + self.held
         working = Working(self.advance, max(self.taping - tape, 0), max(self.backward - tape, 0))
@@ -53,13 +53,13 @@ class LayerCost:
 
 
 def cost_of(layers: Sequence[Layer], *, first: bool = False, last: bool = False) -> LayerCost:
-    """What layers in a row cost, where gradients are taken of all floats that they close over or start from.
+    """The costs of layers in a row, if gradients are taken of all floats in their closures and input.
 
     Args:
         layers: one or more.
-        first: they begin the chain, so the gradient of what they start from, if any, is a result of the program.
-        last: they end the chain. Where they do not, nobody asks for their results when they are run again to be taped,
-            and XLA makes only those that the way back reads.
+        first: whether they begin the chain, so that the gradient of their input, if any, is a result of the program.
+        last: whether they end the chain. If not, their results are not needed when they are run again to be taped, and
+            XLA computes only those that the backward reads.
     """
     vjp = _Vjp(layers)
     forward = vjp.forward()
@@ -94,7 +94,7 @@ def cost_of(layers: Sequence[Layer], *, first: bool = False, last: bool = False)
 
 
 class _Vjp:
-    """Layers in a row with their residuals among the results, and the way back from them, as jaxprs."""
+    """Layers in a row as two jaxprs: one that also returns their residuals, and one that pulls back from these."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
@@ -135,8 +135,8 @@ class _Vjp:
 def measure_layers(layers: Sequence[Layer]) -> Chain:
     """The chain of these layers.
 
-    A layer that is pulled back without what it starts from (a tanh, a dropout, a change of shape) is joined with the
-    one before it: what is between them is never stored, and would be counted as if it were.
+    A layer whose backward does not need its input (a tanh, a dropout, a reshape) is joined with the one before it: the
+    value between them is never stored, and would be counted as if it were.
     """
     known = _KnownCosts(layers)
     starts = [0, *(k for k in range(1, len(layers)) if known.cost(k, k + 1).reads_input)]
@@ -147,14 +147,14 @@ def measure_layers(layers: Sequence[Layer]) -> Chain:
 
 
 def tape_bytes(layers: Sequence[Layer]) -> list[int]:
-    """Bytes of each layer's tape, what it starts from included if it is needed."""
+    """The bytes of each layer's tape, including its input if the backward needs it."""
     known = _KnownCosts(layers)
     costs = [known.cost(k, k + 1, alone=True) for k in range(len(layers))]
     return [found.held + found.state * found.reads_input for found in costs]
 
 
 class _KnownCosts:
-    """Costs of ranges of layers. Layers of one kind are common, and the same equations cost the same."""
+    """The costs of ranges of layers, computed once for layers with the same equations, which are common."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
@@ -162,7 +162,7 @@ class _KnownCosts:
         self._known: dict[Any, LayerCost] = {}
 
     def cost(self, start: int, stop: int, *, alone: bool = False) -> LayerCost:
-        """What layers [start, stop) cost, in the chain, or wherever they are."""
+        """The costs of layers [start, stop) at their place in the chain; with `alone`, in the middle of any chain."""
         first, last = (not alone and start == 0), (not alone and stop == len(self._layers))
         key = first, last, *self._equations[start:stop]
         if key not in self._known:

@@ -1,7 +1,7 @@
-"""Plans for layers as functions in functions.
+"""Plans for layers as nested functions.
 
-A part of a plan's nest that is run again is one function of the state that it starts from (`rerun.py`), and inside it
-there may be more.
+A part of a plan's nest that is run again is one function of the state that it starts from (`rerun.py`), and may contain
+further such functions.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from lowtide.nest import Part, nest_of
 from lowtide.plan import Plan
 from lowtide.simulate import judged
 
-# What to do with a range of steps, or of layers, from left to right: keep the tape of one, or run a range again.
+# A range of steps, or of layers, from left to right: the index of one whose tape is kept, or a range that is run again.
 Nest = tuple["int | Nest", ...]
 
 
 def nest(plan: Plan) -> Nest:
-    """A plan's parts as ranges in ranges.
+    """A plan's parts as nested ranges.
 
     Raises:
-        InputError: the plan is not persistent, keeps states on disk, or asks for tapes in another form than whole.
+        InputError: the plan is not persistent, stores states on disk, or has tapes in a smaller form.
     """
     return _items(nest_of(judged(plan), len(plan.chain), plan.planner))
 
@@ -46,7 +46,7 @@ def _items(parts: tuple[Part, ...]) -> Nest:
 
 
 def of_layers(items: Nest, chain: Chain) -> Nest:
-    """The same with each step as the layers that it is made of."""
+    """The same nest with each step replaced by the layers that it consists of."""
     made: list[int | Nest] = []
     for item in items:
         if isinstance(item, int):
@@ -57,7 +57,7 @@ def of_layers(items: Nest, chain: Chain) -> Nest:
 
 
 def runner(layers: Sequence[Layer], items: Nest) -> Run:
-    """A function of what the layers close over, in their order, and of what the first is called with."""
+    """A function of the layers' constants, in the order of the layers, and of the first layer's input."""
 
     def run(consts: Leaves, x: Leaves) -> Leaves:
         rest = iter(consts)
@@ -74,5 +74,5 @@ def runner(layers: Sequence[Layer], items: Nest) -> Run:
 
 
 def _inside(item: int | Nest) -> list[int]:
-    """The layers in it, in order."""
+    """The layers in an item of a nest, in order."""
     return [item] if isinstance(item, int) else [k for part in item for k in _inside(part)]

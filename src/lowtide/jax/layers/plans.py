@@ -1,8 +1,8 @@
-"""Plans that keep their budget in the compiled program.
+"""Plans that stay within their budget in the compiled program.
 
-What XLA stores is estimated on paper (`xla/memory.py`), and a budget is a promise. So the gradient of what a plan makes
-of the layers is compiled, which runs and allocates nothing, and where it takes more than the budget, or much less, the
-plan is made again for steps whose bytes are scaled by what was found.
+What XLA stores is only estimated (`xla/memory.py`), but a budget is a promise. So the gradient of the layers under a
+plan is compiled, which runs and allocates nothing. If it takes more than the budget, or much less, the bytes of all
+steps are scaled by compiled / estimated, and planned again.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from lowtide.planners import unequal
 from lowtide.planners.choose import choose
 from lowtide.sizes import parse_budget
 
-_MOST_COMPILED = 4  # plans that are compiled to come near the budget
-_NEAR_ENOUGH = 0.9  # of the budget
-# What is least on paper is not always least when compiled, so these multiples of it are compiled before giving up.
+_MOST_COMPILED = 4  # plans that are compiled in search of one that nearly fills the budget
+_NEAR_ENOUGH = 0.9  # share of the budget that a plan has to fill for the search to end
+# The schedule with the least estimate is not always the least when compiled, so schedules for these multiples of the
+# least estimate are compiled before giving up.
 _MULTIPLES_OF_LEAST = (1.0, 1.15, 1.4)
 
 
 def plan_within(layers: Sequence[Layer], chain: Chain, budget: int | str) -> Plan:
-    """The plan with the fewest operations found whose compiled program keeps the budget; its bill says what it takes.
+    """Of the plans found whose compiled program is within the budget, the one with the fewest operations.
 
-    Where layers cannot be compiled alone, because they talk to other devices or examples, the estimate has to do.
+    Its bill has the bytes of the compiled program. Layers that communicate with other devices or examples cannot be
+    compiled alone; for them the estimate is used.
 
     Raises:
-        BudgetError: none does; `.least` is the smallest that was compiled.
+        BudgetError: no plan is within the budget; `.least` is the smallest number of bytes that was compiled.
     """
     limit = parse_budget(budget, chain.plain_tape)
     if not _stand_alone(layers):
@@ -54,13 +56,13 @@ def plan_within(layers: Sequence[Layer], chain: Chain, budget: int | str) -> Pla
             ways = "raise the budget, or make the layers smaller (a smaller batch, a layer cut in two)"
             raise BudgetError(limit, min(small.values()), ways)
         best = min(fits, key=lambda schedule: schedule.bill(chain).seconds)
-    # The bill is that of the program, as far as it can be spread over the steps.
+    # All bytes are scaled alike, so that the peak in the bill is the one of the compiled program, to within rounding.
     share = programs.bytes(best) / best.bill(chain).peak_memory
     return Plan.make(_scaled(chain, share), Knob("budget", limit), best)
 
 
 def _near(chain: Chain, limit: int, programs: _Programs) -> unequal.Hetero | None:
-    """The fastest schedule seen that keeps the limit, on the way to one that nearly fills it."""
+    """The fastest schedule within the limit that is seen in the search for one that nearly fills it; else None."""
     best: unequal.Hetero | None = None
     scale = 1.0
     for _ in range(_MOST_COMPILED):
@@ -81,9 +83,10 @@ def _near(chain: Chain, limit: int, programs: _Programs) -> unequal.Hetero | Non
 
 
 def _small(chain: Chain) -> list[unequal.Hetero]:
-    """The same schedules whatever the budget, so that the least of them works when it is asked for.
+    """Small schedules that do not depend on the budget, so that the least of them works when it is asked for.
 
-    Keeping every tape is among them: where gradients of weights are larger than tapes, they lend their room to these.
+    Keeping every tape is one of them: where gradients of weights are larger than tapes, tapes use their memory until
+    the gradients are computed.
     """
     least = unequal.least(chain)
     small = [unequal.fastest(chain, int(least * share)) for share in _MULTIPLES_OF_LEAST]
@@ -91,7 +94,7 @@ def _small(chain: Chain) -> list[unequal.Hetero]:
 
 
 def _scaled(chain: Chain, by: float) -> Chain:
-    """The chain with all bytes multiplied."""
+    """The chain with all bytes multiplied by a factor."""
     steps = [_scaled_step(step, by) for step in chain.steps]
     return replace(chain, steps=tuple(steps))
 
@@ -105,20 +108,20 @@ def _scaled_step(step: StepCost, by: float) -> StepCost:
 
 
 class _Programs:
-    """The compiled gradients of layers, for one schedule or another."""
+    """The bytes of the compiled gradients of layers, for any schedule."""
 
     def __init__(self, layers: Sequence[Layer], chain: Chain) -> None:
         self._layers, self._chain = layers, chain
-        # The costs tell apart layers that differ in their rules of differentiation alone.
+        # The costs are in it because they distinguish layers that differ only in their rules of differentiation.
         self._signature = digest(
             jax.default_backend(), repr(chain), *(f"{layer.jaxpr} {layer.given}" for layer in layers)
         )
 
     def bytes(self, schedule: unequal.Hetero, limit: float = math.inf) -> int:
-        """What the schedule takes; where that is above the limit, any number above it.
+        """The bytes that the schedule takes; if they are above the limit, any number above it.
 
-        Nobody knows whether the gradient of what the first layer starts from will be asked for, and either can take
-        more: it has to be made, and as a result of the program it lends its room to others until then.
+        It is not known whether the gradient of the first layer's input will be taken, and either program can be the
+        larger: that gradient has to be computed, but as a result of the program its memory serves others until then.
         """
         most = 0
         for of_x in (False, True):
@@ -133,12 +136,12 @@ class _Programs:
 
 
 def compiled_bytes(layers: Sequence[Layer], items: Nest, *, of_x: bool) -> int:
-    """Bytes that XLA allocates, besides arguments and results, for the gradients of all floats that layers close over.
+    """The bytes of temporaries that XLA allocates for the gradients of all floats that layers close over.
 
     Args:
-        layers: one after the other.
-        items: which ranges of them are run again.
-        of_x: take also those of what the first one is called with.
+        layers: called one after another.
+        items: the ranges of them that are run again.
+        of_x: whether to take the gradient of the first layer's input, too.
     """
     consts = [var.aval for layer in layers for var in layer.jaxpr.constvars]
     avals = [*consts, *layers[0].given]
@@ -156,7 +159,7 @@ def compiled_bytes(layers: Sequence[Layer], items: Nest, *, of_x: bool) -> int:
 
 
 def _stand_alone(layers: Sequence[Layer]) -> bool:
-    """Whether they can be compiled by themselves: on one device, and without talk to other examples of a `vmap`."""
+    """Whether layers can be compiled alone: on one device, and without communication between examples of a `vmap`."""
     avals: list[Any] = [var.aval for layer in layers for var in (*layer.jaxpr.constvars, *layer.jaxpr.invars)]
     return all({*aval.sharding.mesh.axis_types} <= {AxisType.Auto} for aval in avals) and not any(
         type(effect).__name__ == "NamedAxisEffect" for layer in layers for effect in layer.jaxpr.effects

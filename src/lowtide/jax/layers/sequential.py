@@ -1,4 +1,4 @@
-"""Layers called one after the other, in bounded memory."""
+"""Layers called one after another, in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from lowtide.planners.segments import balanced, segment_count
 
 
 def sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None = None, plan: Plan | None = None) -> Any:
-    """The layers called one after the other, the first with `x`, within a budget of bytes for the backward.
+    """Call the layers one after another, the first with `x`, within a budget of bytes for the backward.
 
     Gradients are those of the plain calls. Which layers are run again is planned when the call is traced, from types
-    alone. All kinds of derivatives can be taken.
+    alone. All kinds of derivatives are supported.
 
-    A budget costs time to compile: to keep it in the compiled program, the gradients of the layers are compiled plan
-    by plan until one fits, mostly two to five programs and at most sixteen. That is done once for layers of the same
-    equations and types. The figure is that of this platform's compiler, for the gradients of all that the layers close
-    over, with or without that of `x`, on one device and for one example of a `vmap`. Layers that talk to other devices
-    or examples (`psum`) cannot be compiled alone. For them, and without a budget, the plan's bytes are an estimate,
-    which can be off by half.
+    A budget costs compile time: to meet it in the compiled program, the gradients of the layers are compiled for one
+    plan after another until one fits, usually two to five programs and at most sixteen. That is done once for layers
+    with the same equations and types. The bytes are those of this platform's compiler, for the gradients of everything
+    that the layers close over, with or without that of `x`, on one device and for one example of a `vmap`. Layers that
+    communicate with other devices or examples (`psum`) cannot be compiled alone. For them, and without a budget, the
+    plan's bytes are an estimate, which can be off by half.
 
     Args:
         layers: a list of functions, of pairs `(function, params)`, which are called as `function(params, x)`, or of
-            modules of equinox; pure functions of pytrees of arrays.
-        x: what the first layer is called with.
+            equinox modules; pure functions of pytrees of arrays.
+        x: the input of the first layer.
         budget: bytes for snapshots, tapes and working set: 67108864, "64MiB", or "40%" of all tapes. Without it, the
-            least memory, by estimate, in which no layer is run more than one extra time.
+            least estimated memory in which no layer is run more than one extra time.
         plan: what `plan_sequential` returned, instead of a budget; it is followed as it is.
 
     Raises:
@@ -60,12 +60,12 @@ def sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None = None
 def plan_sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None = None) -> Plan:
     """The plan that `sequential` would follow. Nothing is run or allocated: types are enough.
 
-    With a budget, its bytes are those of the compiled program. Its seconds are floating point operations. A layer that
-    is pulled back without what it starts from is one step with the layer before it.
+    With a budget, its bytes are those of the compiled program. Its seconds are floating point operations. A layer whose
+    backward does not need its input forms one step with the layer before it.
 
     Args:
         layers: as in `sequential`; arrays in them may be `jax.ShapeDtypeStruct`s.
-        x: as in `sequential`; so may its leaves.
+        x: as in `sequential`; leaves may be `jax.ShapeDtypeStruct`s.
         budget: as in `sequential`.
     """
     rows = listed(layers, "layers")
@@ -79,15 +79,15 @@ def _planned(layers: Sequence[Layer], chain: Chain, budget: int | str | None) ->
 
 
 def checkpoint_sequential(functions: Iterable[Any], segments: int, input: Any) -> Any:
-    """The functions called one after the other, cut into segments; all but the last keep only what they start from.
+    """Call the functions one after another in segments, of which all but the last keep only their input.
 
-    Segments are cut so that the largest tape of a segment is as small as possible. For a budget instead of a number of
-    segments there is `sequential`.
+    Segments are cut so that the largest tape of a segment is as small as possible. To give a budget instead of a number
+    of segments, use `sequential`.
 
     Args:
         functions: layers as in `sequential`.
-        segments: how many; more than there are functions means one for each.
-        input: what the first function is called with.
+        segments: the number of segments; if there are fewer functions, each is a segment.
+        input: the input of the first function.
 
     Raises:
         InputError: an argument cannot be used.
@@ -103,6 +103,6 @@ def checkpoint_sequential(functions: Iterable[Any], segments: int, input: Any) -
 
 
 def _followed(traced: TracedLayers, items: Nest) -> Any:
-    """The layers' result, with ranges of them run again as `items` says."""
+    """The layers' result, with the ranges in `items` run again in the backward."""
     consts = [const for held in traced.consts for const in held]
     return traced.result(runner(traced.layers, items)(consts, traced.x))

@@ -1,4 +1,4 @@
-"""A row of layers, traced once: what each takes, returns and closes over. Nothing is run or allocated."""
+"""A row of layers, traced once: each layer's input, results and constants. Nothing is run or allocated."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from lowtide.jax.xla.jaxprs import Leaves, call
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """A function of flat leaves; the types are those of what it is called with, and of its results."""
+    """A function of flat leaves, and the types of its input and results."""
 
-    jaxpr: core.Jaxpr  # what it closes over, parameters among them, are its constvars
+    jaxpr: core.Jaxpr  # its constvars are what the layer closes over, parameters included
     given: tuple[Any, ...]
     made: tuple[Any, ...]
 
     def run(self, consts: Sequence[Any], x: Sequence[Any]) -> Leaves:
-        """The results."""
+        """The layer's results."""
         return call(self.jaxpr, consts, *x)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedLayers:
-    """Layers one after the other, with what each closes over and what the first is called with."""
+    """Layers that are called one after another, with each layer's constants and the input of the first."""
 
     layers: tuple[Layer, ...]
     consts: tuple[Leaves, ...]
     x: Leaves
-    tree: Any  # of the last one's results
+    tree: Any  # the structure of the last layer's results
 
     def result(self, leaves: Leaves) -> Any:
-        """What the user gets."""
+        """The last layer's results in the user's own structure."""
         return self.tree.unflatten(leaves)
 
 
 def trace_layers(layers: Iterable[Any], x: Any, name: str = "layers") -> TracedLayers:
-    """Trace layers that are called one after the other, the first with `x`.
+    """Trace layers that are called one after another, the first with `x`.
 
     Raises:
-        InputError: there are none, or x is not made of arrays.
-        FunctionError: one of them cannot be called, or returns something that is not made of arrays.
+        InputError: there are no layers, or `x` is not a pytree of arrays.
+        FunctionError: a layer cannot be called, or does not return a pytree of arrays.
     """
     rows = listed(layers, name)
     leaves, tree = arrays(x, "x")
@@ -64,7 +64,7 @@ def trace_layers(layers: Iterable[Any], x: Any, name: str = "layers") -> TracedL
 
 
 def listed(layers: Iterable[Any], name: str) -> list[Any]:
-    """The layers as a list, each of which can be called."""
+    """The layers as a list; refused if it is empty or one of them cannot be called."""
     try:
         rows = list(layers)
     except TypeError:
@@ -79,19 +79,19 @@ def listed(layers: Iterable[Any], name: str) -> list[Any]:
 
 
 def _is_pair(row: Any) -> bool:
-    """Whether it is a function with its parameters, and not something that can be called itself."""
+    """Whether a layer is a pair of a function and its parameters, rather than something that can be called itself."""
     return not callable(row) and isinstance(row, tuple | list) and len(row) == 2
 
 
 def called_plainly(rows: Iterable[Any], x: Any) -> Any:
-    """The layers called one after the other."""
+    """The result of calling the layers one after another, without any plan."""
     for row in rows:
         x = row[0](row[1], x) if _is_pair(row) else row(x)
     return x
 
 
 def trace_layer(row: Any, given: Leaves, given_tree: Any, name: str) -> tuple[Layer, Leaves, Any]:
-    """A layer that is called with these leaves in this form, what it closes over, and the form of its results."""
+    """The layer for an input of these leaves and this structure, its constants, and the structure of its results."""
     row_tree: Any
     parts, row_tree = jax.tree.flatten(row)  # modules of equinox are pytrees; a function is a single leaf
     places = [k for k, part in enumerate(parts) if isinstance(part, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
@@ -122,7 +122,7 @@ def trace_layer(row: Any, given: Leaves, given_tree: Any, name: str) -> tuple[La
 
 
 def arrays(x: Any, name: str) -> tuple[Leaves, Any]:
-    """The leaves as arrays, or as they are if they only say what an array would be like, and the form of `x`."""
+    """The leaves of `x` as arrays, `ShapeDtypeStruct`s as they are, and the structure of `x`."""
     paths, tree = jax.tree_util.tree_flatten_with_path(x)
     return [_array(leaf, f"{name}{jax.tree_util.keystr(path)}") for path, leaf in paths], tree
 

@@ -1,7 +1,7 @@
-"""Loops over steps: plain ones that keep every tape, and checkpointed ones that keep what a plan says.
+"""Loops over steps: plain ones that keep every tape, and checkpointed ones that follow a plan.
 
-`scan` and `for_loop` are `jax.lax.scan`. `checkpointed_scan` and `checkpointed_for_loop` have the same results
-and gradients in less memory. Where nothing is differentiated, they are plain scans that keep no tapes.
+`scan` and `for_loop` are `jax.lax.scan`. `checkpointed_scan` and `checkpointed_for_loop` have the same results and
+gradients in less memory. Where nothing is differentiated, they are plain scans and keep no tapes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def scan(
         f: the step. The carry and the output may be any pytrees.
         init: the carry before the first step.
         xs: arrays with the steps along their first axis, in any pytree; None for no inputs.
-        length: the number of steps, needed if `xs` does not say.
-        reverse: from the last step to the first; outputs stay where their inputs are.
+        length: the number of steps, needed if `xs` has no arrays.
+        reverse: run from the last step to the first; each output stays at the index of its input.
         unroll: the number of steps in one iteration of the compiled loop.
         pbar: True, a number of steps between updates, a label, or an object with `update(n)`.
-        reduce: "mean", "sum", "last" or (init, fold): what to make of the outputs instead of a stack.
+        reduce: "mean", "sum", "last" or (init, fold): how to combine the outputs instead of stacking them.
     """
     return _plain(TracedLoop(f, init, xs, length, reverse, unroll, reduce), pbar)
 
@@ -78,19 +78,19 @@ def checkpointed_scan(
 ) -> tuple[Any, Any]:
     """`scan` in bounded memory: the same results and gradients.
 
-    One option says how much memory: `budget`, `checkpoints`, `base`, or a `plan` made before. With none of them it is
-    the least memory that runs no step more than one extra time. Every derivative can be taken but a second one in
-    reverse mode, a gradient of a gradient or of a tangent: that needs `base`.
+    One option says how much memory to use: `budget`, `checkpoints`, `base`, or a `plan` made before. With none of them
+    it is the least memory that runs no step more than one extra time. Every derivative is supported except for a second
+    one in reverse mode (a gradient of a gradient or of a tangent), which needs `base`.
 
     Args:
         f: the step, as in `scan`; a pure function.
         init: as in `scan`.
         xs: as in `scan`.
         length: as in `scan`.
-        base: a snapshot every `base` steps, and the tape of as many; at least 2.
-        checkpoints: the most snapshots, the initial state among them, beside one step of tape.
-        budget: bytes for snapshots, tape and working set: 67108864, "64MiB", or "25%" of all tapes. Under `vmap` it is
-            for each example.
+        base: a snapshot every `base` steps, and the tape of that many steps; at least 2.
+        checkpoints: the most snapshots, the initial state included, beside the tape of one step.
+        budget: bytes for snapshots, tape and working set: 67108864, "64MiB", or "25%" of all tapes. Under `vmap` it
+            applies to each example.
         plan: what `plan_scan` returned.
         reverse: as in `scan`.
         unroll: as in `scan`.
@@ -136,13 +136,14 @@ def plan_scan(
     Args:
         f: as in `checkpointed_scan`.
         init: as in `checkpointed_scan`; leaves may be `jax.ShapeDtypeStruct`s.
-        xs: as in `checkpointed_scan`; so may its leaves.
+        xs: as in `checkpointed_scan`; leaves may be `jax.ShapeDtypeStruct`s.
         length: as in `checkpointed_scan`.
         base: as in `checkpointed_scan`.
         checkpoints: as in `checkpointed_scan`.
         budget: as in `checkpointed_scan`.
         reduce: as in `checkpointed_scan`.
-        wrt: what gradients will be taken of: "closure" (what f closes over), "init", "xs". A loop finds out by itself.
+        wrt: what gradients will be taken with respect to: "closure" (what f closes over), "init", "xs".
+            `checkpointed_scan` finds this out by itself.
     """
     knobs = Knobs(base, checkpoints, budget, None, least_base=2)
     return _planned(TracedLoop(f, init, xs, length, False, 1, reduce), knobs, wrt)
@@ -164,7 +165,7 @@ def plan_for_loop(
 
 
 def _ticks(pbar: Any, length: int) -> Ticks | None:
-    """What the loop reports its steps to; None where no bar is asked for."""
+    """The bar to which the loop reports its steps; None if there is none."""
     return None if pbar is None or pbar is False else Ticks(pbar, length)
 
 

@@ -1,20 +1,20 @@
 """A plan as one program of fixed size: nested loops whose bounds are read from the plan's tables.
 
 A program cannot branch on a plan, so the plan becomes integer tables. A *leg* stores the current state in a slot and
-runs some steps from there. A *stretch* is taped and pulled back whole: before it is taped, its state is restored from a
-slot and brought there by a few legs. The first stretch is reached by the legs of the forward pass, the others by their
-own.
+runs some steps from there. A *stretch* is taped and pulled back whole; before it is taped, a state is restored from a
+slot and a few legs advance from there to the stretch's start. The last stretch of the chain is reached by the legs of
+the forward pass, the others by their own.
 
 Why the tables suffice: in a legal plan a state is current only where it was restored or advanced to. So the steps that
 are run from a restore up to the next backward are one range without gaps, which is first advanced through, leg by leg,
-and then taped: a slot to start from, a row of legs, and a stretch. A snapshot is taken at the start of a leg; one at
-the start of a stretch need not be, for everything behind it is pulled back with the stretch. Legal plans of another
-shape, which no planner of equal steps makes, are refused. Which slot a state is stored in is settled when the tables
-are made, from the order of saves and drops that the plan follows, so there are as many slots as snapshots at once.
+and then taped: a slot to start from, a sequence of legs, and a stretch. A snapshot is taken at the start of a leg. At
+the start of a stretch none is needed, because everything after it is pulled back with the stretch. Legal plans of
+another shape, which no planner of equal steps makes, are refused. The slot of each state is assigned when the tables
+are made, by following the plan's saves and drops, so there are as many slots as snapshots at once.
 
-Forward: legs of plain steps, each beginning with a snapshot, then the last stretch is taped. Backward, for each stretch
-from the last to the first: restore its snapshot, run its legs, tape it, pull the tape back. Slots and tape are buffers
-that are written in place; outputs and gradients of the inputs are written where they belong.
+Forward: legs of plain steps, each of which begins by storing its state, then the last stretch is taped. Backward, for
+each stretch from the last to the first: restore its snapshot, run its legs, tape it, pull the tape back. Slots and tape
+are buffers that are written in place; outputs and gradients of the inputs are written straight into their arrays.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ _Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The legs, in order, and the stretches, from the last steps to the first.
+    """The legs, in order, and the stretches, from the last one of the chain to the first.
 
     Attributes:
-        legs: for each leg its slot, and the steps [start, stop) it runs; an idle one if there is none.
-        stretches: for each stretch the slot it begins from, its legs [first, end), its first step, up to where it is
-            still to be taped, and up to where it is pulled back. The first has been taped by the forward pass.
+        legs: for each leg its slot and the steps [start, stop) that it runs; one idle leg if there are none.
+        stretches: for each stretch the slot to restore from, its legs [first, end), and three steps: where it starts,
+            where taping it on the way back stops, and where it ends. The first entry is taped by the forward pass, so
+            its taping stops where it starts.
         slots: the number of slots, at least one.
-        rows: steps of tape of the longest stretch.
+        rows: the number of steps in the longest stretch, which are the rows of the tape.
         sweep: the number of legs that belong to the forward pass.
     """
 
@@ -65,12 +66,14 @@ class Tables:
 
 
 def tables(actions: Iterable[Action]) -> Tables:
-    """The tables of a plan's actions, which have been found legal.
+    """The tables of a plan's actions, which are known to be legal.
 
     Raises:
-        InputError: a plan that a static program cannot follow: one that runs other steps while a tape waits, pulls a
-            tape back in parts, restores a state out of order, or stores on disk.
+        InputError: a static program cannot follow the plan: it runs other steps while a tape waits, pulls a tape back
+            in parts, restores a state out of order, or stores on disk.
     """
+    # `first` is the number of legs before the current stretch, `restored` the slot that it starts from, `taped` the
+    # range that is taped and not yet pulled back. Consecutive tapes are one range, and so one stretch.
     slots = _TakenSlots()
     legs: list[tuple[int, int, int]] = []
     stretches: list[tuple[int, int, int, int, int, int]] = []
@@ -100,19 +103,20 @@ def tables(actions: Iterable[Action]) -> Tables:
                     stretches.append((0, 0, 0, start, start, stop))
                 taped, first = None, len(legs)
     leg_table = np.array(legs or [(0, 0, 0)], np.int32)
-    # A leg stores its state without asking whether to, so one that is only passed through goes to a spare slot.
-    leg_table[leg_table[:, 0] == _PASSED_THROUGH, 0] = slots.count
+    # A leg always stores its state, since a program cannot branch here; a state that the plan does not store goes to a
+    # spare slot.
+    leg_table[leg_table[:, 0] == _NO_SLOT, 0] = slots.count
     stretch_table = np.array(stretches, np.int32)
     most_slots = max(slots.count, int(leg_table[:, 0].max()) + 1)
     rows = int((stretch_table[:, 5] - stretch_table[:, 3]).max())
     return Tables(leg_table, stretch_table, most_slots, rows, sweep)
 
 
-_PASSED_THROUGH = -1  # the slot of a state that the plan does not store
+_NO_SLOT = -1  # the slot of a state that the plan does not store
 
 
 class _TakenSlots:
-    """Which slot each stored state is in; a slot that was released is used again before a new one is added."""
+    """The slot of each stored state; a released slot is used again before a new one is added."""
 
     def __init__(self) -> None:
         self.held: dict[int, int] = {}  # step: slot
@@ -128,9 +132,9 @@ class _TakenSlots:
         self.unwritten.add(step)
 
     def written(self, step: int) -> int:
-        """The slot that a leg from this step writes."""
+        """The slot that a leg starting at this step writes to."""
         self.unwritten.discard(step)
-        return self.held.get(step, _PASSED_THROUGH)
+        return self.held.get(step, _NO_SLOT)
 
     def release(self, step: int) -> None:
         self._free.append(self.held.pop(step))
@@ -143,7 +147,7 @@ def _refuse_disk(action: Action) -> None:
 
 
 def _refuse_restore(step: int, *, out_of_order: bool) -> None:
-    """Refuse to restore before the steps that were run are pulled back, or a state that no leg has stored."""
+    """Refuse a restore before the steps that were run are pulled back, or of a state that no leg has written."""
     if out_of_order:
         raise InputError(
             f"the plan restores the state at step {step:,} out of order, which a jitted loop cannot do; "
@@ -152,7 +156,7 @@ def _refuse_restore(step: int, *, out_of_order: bool) -> None:
 
 
 def _refuse_waiting(taped: tuple[int, int] | None, start: int, stop: int) -> None:
-    """Refuse to run steps between a stretch's tape and its backward: there is one buffer of tape."""
+    """Refuse to run steps between a stretch's tape and its backward: there is only one buffer of tape."""
     if taped is not None:
         raise InputError(
             f"the plan runs steps [{start:,}, {stop:,}) while the tape of [{taped[0]:,}, {taped[1]:,}) "
@@ -161,7 +165,7 @@ def _refuse_waiting(taped: tuple[int, int] | None, start: int, stop: int) -> Non
 
 
 def _refuse_parts(taped: tuple[int, int] | None, start: int, stop: int) -> None:
-    """Refuse to pull back less than what was taped."""
+    """Refuse to pull back anything but the whole range that was taped."""
     if taped != (start, stop):
         raise InputError(
             f"the plan pulls steps [{start:,}, {stop:,}) back in parts, which a jitted loop cannot do; "
@@ -171,9 +175,10 @@ def _refuse_parts(taped: tuple[int, int] | None, start: int, stop: int) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowering:
-    """A loop, which is planned once it is known what is taped.
+    """A loop that is planned when it is differentiated: only then is it known what is taped.
 
-    The first run of every step is reported to `ticks`, if any. JAX keeps this in its caches, so it holds no arrays.
+    The first run of every step is reported to `ticks`, if any. JAX keeps this object in its caches, so it holds no
+    arrays.
     """
 
     step: Step
@@ -191,11 +196,11 @@ class Lowering:
         return carry, ys
 
     def place(self, k: Any) -> Any:
-        """Where step k finds its input and puts its output."""
+        """The index of the input and of the output of step k."""
         return self.length - 1 - k if self.reverse else k
 
     def loop(self, start: Any, stop: Any, body: Callable[[Any, Any], Any], held: Any) -> Any:
-        """`body(k, held)` for k in [start, stop), `unroll` of them in one iteration of the compiled loop."""
+        """Run `body(k, held)` for k in [start, stop), `unroll` of them in one iteration of the compiled loop."""
         if self.unroll == 1:
             return lax.fori_loop(start, stop, body, held)
 
@@ -209,7 +214,7 @@ class Lowering:
         return lax.fori_loop(start + count * self.unroll, stop, body, held)
 
     def plain(self, consts: Leaves, init: Leaves, xs: Leaves, *, reported: bool = True) -> tuple[Leaves, Leaves]:
-        """Every step once: no snapshots, no tape."""
+        """Run every step once, without snapshots or tape."""
 
         def step(carry: Leaves, k_and_x: tuple[Any, Leaves]) -> tuple[Leaves, Leaves]:
             k, x = k_and_x
@@ -222,7 +227,8 @@ class Lowering:
         return carry, ys
 
     def _differentiated(self, primals: Any, tangents: Any) -> tuple[tuple[Leaves, Leaves], tuple[Leaves, Leaves]]:
-        """Values and tangents; what is not perturbed has a `SymbolicZero` for its tangent."""
+        """The values and tangents; the tangent of a leaf that is not perturbed is a `SymbolicZero`."""
+        # Leaves that are not perturbed need no gradient buffer, which for the inputs would be as large as they are.
         perturbed = [[not isinstance(tangent, SymbolicZero) for tangent in leaves] for leaves in tangents]
         taping = Taping(self.step, active_leaves(self.step, *perturbed))
         moving = tuple(k for k, moves in enumerate(perturbed[1]) if moves)
@@ -240,7 +246,7 @@ class Lowering:
 
 @dataclass(frozen=True, slots=True)
 class LoopResiduals:
-    """What the forward pass leaves for the way back."""
+    """What the forward pass leaves for the backward."""
 
     consts: Leaves
     init: Leaves
@@ -249,21 +255,21 @@ class LoopResiduals:
     tape: Leaves
 
     def leaves(self) -> Leaves:
-        """All of it in one list."""
+        """All leaves in one list."""
         return [*self.consts, *self.init, *self.xs, *self.slots, *self.tape]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoopBackward:
-    """A loop whose tables are known: its forward pass, and the ways of tangents and cotangents through it."""
+    """A loop whose tables are known: its forward pass, and how tangents and cotangents pass through it."""
 
     lowering: Lowering
     tables: Tables
     taping: Taping
-    init: tuple[int, ...]  # places of the leaves of the first carry that are perturbed
+    init: tuple[int, ...]  # indices of the leaves of the first carry that are perturbed
 
     def forward_pass(self, consts: Leaves, init: Leaves, xs: Leaves) -> tuple[tuple[Leaves, Leaves], LoopResiduals]:
-        """The results, and what the way back needs."""
+        """The results, and what the backward needs."""
         lowering, step, tables = self.lowering, self.lowering.step, self.tables
 
         def put(ys: Leaves, k: Any, y: Leaves) -> Leaves:
@@ -296,7 +302,7 @@ class LoopBackward:
         return (state, ys), LoopResiduals(consts, init, xs, slots, tape)
 
     def tangents(self, residuals: Leaves, moving: Leaves) -> Leaves:
-        """Forward mode: tangents of the active results, by a plain scan."""
+        """Forward mode: the tangents of the active results, from a plain scan."""
         held, active = self._held(residuals), self.taping.active
         places = (active.consts, self.init, active.x)
         given = (held.consts, held.init, held.xs)
@@ -312,19 +318,22 @@ class LoopBackward:
         return out
 
     def cotangents(self, residuals: Leaves, cotangents: Leaves) -> Leaves:
-        """Reverse mode: cotangents of what is perturbed, closed over, in the first carry and in the inputs."""
+        """Reverse mode: the cotangents of the perturbed leaves of the closure, the first carry and the inputs."""
         held, active, tables = self._held(residuals), self.taping.active, self.tables
         lowering, step = self.lowering, self.lowering.step
         same = self.taping.same(held.consts)
         final, ys = cotangents[: len(active.carry)], cotangents[len(active.carry) :]
         # Gradients of what the step closes over are summed in two levels, within a stretch and then over stretches: the
-        # rounding of a sum grows with the number of terms that are added one after the other, and n steps in stretches
-        # of c make c + n/c of them instead of n.
+        # rounding error of a sum grows with the number of terms that are added one after another, which is c + n/c for
+        # n steps in stretches of c, instead of n.
         blank = [zeros(step.consts[k]) for k in active.consts]
 
         def stretch(i: Any, now: tuple[Leaves, Leaves, Leaves, Leaves, Leaves]) -> Any:
+            """Tape stretch i, unless the forward pass did, and pull it back; `state` has the cotangents of its end."""
             state, sums, x_sums, slots, tape = now
             slot, first, end, start, taped, stop = _entries(tables.stretches, i)
+            # Taped and pulled back in the same iteration. Pulling back one stretch and taping the next would not depend
+            # on each other, and XLA would copy the whole tape to be safe.
             slots, tape = self._prepare(held, slots, tape, slot, (first, end), (start, taped))
 
             def pull(n: Any, now: tuple[Leaves, Leaves, Leaves]) -> tuple[Leaves, Leaves, Leaves]:
@@ -352,7 +361,7 @@ class LoopBackward:
     def _prepare(
         self, held: LoopResiduals, slots: Leaves, tape: Leaves, slot: Any, legs: tuple[Any, Any], taped: tuple[Any, Any]
     ) -> tuple[Leaves, Leaves]:
-        """Restore a snapshot, run legs from there, and tape the steps after them."""
+        """Restore a snapshot, run legs from it, and tape the steps after them."""
         lowering, consts = self.lowering, held.consts
 
         def advance(k: Any, state: Leaves) -> Leaves:
@@ -380,6 +389,6 @@ class LoopBackward:
 
 
 def _entries(table: Any, row: Any) -> list[Any]:
-    """One row of a table, entry by entry."""
+    """The entries of one row of a table."""
     found = lax.dynamic_index_in_dim(jnp.asarray(table), row, keepdims=False)
     return [found[k] for k in range(table.shape[1])]

@@ -1,16 +1,17 @@
-"""A snapshot every `base` steps, from scans and `jax.checkpoint` alone, so that every derivative can be taken of it.
+"""A snapshot every `base` steps, from scans and `jax.checkpoint` alone, so that every derivative is supported.
 
 An outer scan runs all stretches but the last, each under `jax.checkpoint`; the last, which may be shorter, keeps its
-tapes. Nothing is padded or cut up: inputs are read from, and outputs written to, one array each.
+tapes. Nothing is padded or cut into blocks: inputs are read from, and outputs written to, one array each.
 
-How gradients of inputs get out. A row read by index from an array that the loop closes over would have each row's
-gradient as an array of all rows. So a scan runs over a *shadow* of the inputs as well: zeros with the inputs' tangent,
-whose value nobody reads, and which XLA therefore drops. A row has the value read by index and the shadow's tangent. The
-outputs are the other way round: their values are written into one array, their tangents come stacked by the scans.
+How the inputs get their gradients. If a row were read by index from an array that the loop closes over, the gradient of
+each row would be an array of all rows. So a scan also runs over a *shadow* of the inputs: zeros with the inputs'
+tangent, whose value nobody reads and which XLA therefore drops. A row has the value that is read by index and the
+tangent of the shadow. For outputs it is the other way round: their values are written into one array, and their
+tangents are stacked by the scans.
 
-Values from one place and tangents from another are two primitives, because JAX forgets the rule of a `jax.custom_jvp`
-function once a scan around it has been differentiated: a first derivative needs it no more, but second derivatives do.
-A primitive's rule stays.
+Taking a value from one array and its tangent from another is done by two primitives, not by a `jax.custom_jvp`
+function: JAX forgets the rule of the latter once a scan around it has been differentiated. A first derivative does not
+need it any more, but second derivatives do. The rule of a primitive stays.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from lowtide.jax.loops.ticks import Ticks
 from lowtide.jax.xla.buffers import buffers, read
 from lowtide.jax.xla.jaxprs import Leaves, holds_complex, is_float
 
-_JOINED = "lowtide_with_tangent_of"
-# What only picks or rearranges is made again rather than kept on the tape: a row of the inputs above all.
-_PICKED = frozenset(("dynamic_slice", "slice", "squeeze", "reshape", "broadcast_in_dim", _JOINED))
+_JOINED_NAME = "lowtide_with_tangent_of"
+# Primitives that only select or rearrange: their results, above all rows of the inputs, are recomputed, not taped.
+_RECOMPUTED = frozenset(("dynamic_slice", "slice", "squeeze", "reshape", "broadcast_in_dim", _JOINED_NAME))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nested:
-    """A loop with a snapshot every `base` steps; every stretch that has been run is reported to `ticks`, if any."""
+    """A loop with a snapshot every `base` steps; the first run of every stretch is reported to `ticks`, if any."""
 
     step: Step
     base: int
@@ -72,10 +73,10 @@ class Nested:
             )
 
     def _segments(self) -> list[_Segment]:
-        """Where stretches begin, and how long and how many they are; the last is the one that keeps its tapes.
+        """The starts, lengths and numbers of stretches; the last stretch is the one that keeps its tapes.
 
-        A single stretch before the last would be a loop that is run once. XLA takes such a loop apart, and then runs it
-        again before the last stretch is pulled back, beside whose tapes it finds no room. So it is halved.
+        A single stretch before the last would be a loop of one iteration. XLA inlines such a loop, and would then rerun
+        it before the last stretch is pulled back, beside the tapes of the last. So that stretch is halved.
         """
         count = -(-self.length // self.base) - 1
         done = count * self.base
@@ -88,7 +89,7 @@ class Nested:
     def _one_of(
         self, segment: _Segment, given: tuple[Leaves, Leaves], *, keeps_tapes: bool
     ) -> Callable[[Any, Any], Any]:
-        """One of the stretches of a segment, as a step of the scan over them."""
+        """A function that runs one stretch of a segment, as the step of the scan over its stretches."""
         run: Callable[..., Any] = partial(self._stretch, segment.length)
         if not keeps_tapes:
             run = jax.checkpoint(run, prevent_cse=False)
@@ -118,15 +119,14 @@ class Nested:
             ]
             return self.step.run(consts, carry, rows)
 
-        # Not where the step tells the outside something, which it would be told once more; and JAX cannot do it with
-        # complex numbers.
+        # Not for a step with effects, which would happen once more, nor with complex numbers, for which JAX fails.
         if not self.step.jaxpr.effects and not holds_complex(self.step.jaxpr):
             step = jax.checkpoint(step, prevent_cse=False, policy=_keep_the_rest)
         ks = start + jnp.arange(length, dtype=jnp.int32)
         return lax.scan(step, carry, (ks, rows), length, unroll=min(self.unroll, length))
 
     def _put(self, ys: Leaves, start: Any, new: Leaves, length: int) -> Leaves:
-        """The outputs of a stretch, as values, where they belong."""
+        """The array of all outputs with those of one stretch written into it, as values without tangents."""
         if self.reverse:
             start, new = self.length - length - start, [lax.rev(y, (0,)) for y in new]
         pairs = zip(ys, map(lax.stop_gradient, new), strict=True)
@@ -143,20 +143,20 @@ class _Segment:
 
 
 def _cut(x: Any, segments: list[_Segment], reverse: bool) -> list[Any]:
-    """The rows of each segment's stretches, in the order of the steps."""
+    """For each segment the rows of its stretches, in the order of the steps."""
     x = lax.rev(x, (0,)) if reverse else x
     rows = [(part, x[part.start : part.start + part.length * part.count]) for part in segments]
     return [some.reshape(part.count, part.length, *x.shape[1:]) for part, some in rows]
 
 
 def _joined(parts: list[Any], reverse: bool) -> Any:
-    """The rows of all stretches in order."""
+    """The rows of all stretches, in order."""
     joined = lax.concatenate([part.reshape(part.shape[0] * part.shape[1], *part.shape[2:]) for part in parts], 0)
     return lax.rev(joined, (0,)) if reverse else joined
 
 
 def _keep_the_rest(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in _PICKED
+    return primitive.name not in _RECOMPUTED
 
 
 def shadow(x: Any) -> Any:
@@ -165,7 +165,7 @@ def shadow(x: Any) -> Any:
 
 
 def with_tangent_of(shadow: Any, value: Any) -> Any:
-    """The value, with the tangent of `shadow`, which is of the same type; the value's own is dropped."""
+    """The value, with the tangent of `shadow`, which has the same type, instead of its own."""
     return _joined_p.bind(value, shadow)
 
 
@@ -194,9 +194,9 @@ def _joined_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
     return _joined_p.bind(*rows), 0
 
 
-_joined_p = core.Primitive(_JOINED)
+_joined_p = core.Primitive(_JOINED_NAME)
 _joined_p.def_impl(lambda value, _: value)
-_joined_p.def_abstract_eval(lambda _, shadow: shadow)  # whose type may be a weak one
+_joined_p.def_abstract_eval(lambda _, shadow: shadow)  # the shadow's type, which may be weak
 ad.primitive_jvps[_joined_p] = _joined_jvp
 batching.primitive_batchers[_joined_p] = _joined_batch
 mlir.register_lowering(_joined_p, lambda _, value, __: [value])

@@ -1,8 +1,8 @@
-"""A loop over steps as the user asked for it, and its step, traced once.
+"""A loop as the user wrote it, and its step, traced once.
 
-The user's function becomes a jaxpr over flat leaves; nothing is run. Whatever it closes over, values of an enclosing
-trace among them, becomes an argument of its own, so that gradients reach it. A `TracedLoop` has one form for scans and
-for loops, with or without a fold of the outputs.
+The user's function becomes a jaxpr over flat leaves; nothing is run. Whatever it closes over, including values of an
+enclosing trace, becomes an argument of the jaxpr, so that gradients reach it. `TracedLoop` treats scans and for loops,
+with or without a fold of the outputs, alike.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lowtide.jax.xla.buffers import zeros
 from lowtide.jax.xla.jaxprs import Leaves, call, is_float
 
 StepFunction = Callable[[Any, Any], Any]
-_MOST_TRACES = 3  # of a step whose carry begins with Python numbers
+_MOST_TRACES = 3  # of one step, until its carry's types stop changing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """`carry, y = f(carry, x)` on flat leaves; the types are those of one step."""
+    """`carry, y = f(carry, x)` on flat leaves, and the types of its arguments and results in one step."""
 
     jaxpr: core.Jaxpr
-    consts: tuple[Any, ...]  # types of what it closes over
+    consts: tuple[Any, ...]  # what the step closes over
     carry: tuple[Any, ...]
     x: tuple[Any, ...]
     y: tuple[Any, ...]
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedStep:
-    """A step with everything a loop over it begins with."""
+    """A step with the values from which a loop over it starts."""
 
     step: Step
     consts: Leaves
@@ -59,8 +59,8 @@ def trace_step(f: StepFunction, init: Any, xs: Any, plain: Callable[[], Any] | N
     """Trace the step of a loop over `xs`.
 
     Raises:
-        FunctionError: f returns no pair, or another type of carry than it takes; the words are those of the plain loop,
-            `lax.scan` unless another is passed.
+        FunctionError: f returns something other than a pair, or a carry of another type than it takes. The message is
+            that of the plain loop, which is `lax.scan` unless `plain` is passed.
     """
     ask = plain or (lambda: lax.scan(f, init, xs, None if jax.tree.leaves(xs) else 1))
     carry_tree: Any
@@ -83,8 +83,9 @@ def trace_step(f: StepFunction, init: Any, xs: Any, plain: Callable[[], Any] | N
         trees[:] = [y_tree]
         return [*new, *ys]
 
-    # A carry that begins as a Python number takes the type that the step returns. That type is firm, so a leaf changes
-    # once; but it may make another number change in the next trace, and the last trace is the one that finds all alike.
+    # A carry that begins as a Python number takes the type that the step returns. That type is not weak, so each leaf
+    # changes at most once; but its change may make another one change in the next trace. The last trace is the one that
+    # finds all types unchanged.
     for _ in range(_MOST_TRACES):
         closed = jax.make_jaxpr(flat)(*carry, *rows)
         given = closed.out_avals[: len(carry)]
@@ -104,12 +105,12 @@ def trace_step(f: StepFunction, init: Any, xs: Any, plain: Callable[[], Any] | N
 
 
 def _array(leaf: Any) -> Any:
-    """The leaf as an array, or as it is if it only says what an array would be like."""
+    """The leaf as an array; a `ShapeDtypeStruct` is left as it is."""
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
 
 
 def _row(xs: Any) -> Any:
-    """What one row of an array is like, also where there is none."""
+    """The type of one row of an array, also of an array without rows."""
     if not xs.shape[0]:
         return jax.ShapeDtypeStruct(xs.shape[1:], xs.dtype)
     return jax.eval_shape(lambda xs: lax.index_in_dim(xs, 0, keepdims=False), xs)
@@ -121,7 +122,7 @@ def _alike(old: Any, new: Any) -> bool:
 
 
 def _promoted(leaf: Any, new: Any) -> Any:
-    """The leaf in the step's own type, where it has no firm one itself."""
+    """The leaf in the type that the step returns, if its own type is weak and promotes to that."""
     aval = None if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     if aval is None or not aval.weak_type or aval.shape != new.shape:
         return leaf
@@ -131,7 +132,7 @@ def _promoted(leaf: Any, new: Any) -> Any:
 
 
 def as_lax_says(plain: Callable[[], Any]) -> FunctionError:
-    """What is wrong with a step, in the words of the plain loop."""
+    """An error about a step, with the message of the plain loop."""
     try:
         jax.eval_shape(plain)
     except TypeError as error:
@@ -156,7 +157,7 @@ class TracedLoop:
         self._fold = fold_of(reduce) or self._fold_of_word()
 
     def _fold_of_word(self) -> Fold | None:
-        """A word as a fold, which begins with zeros like the outputs."""
+        """The fold that a word stands for; it starts from zeros of the outputs' types."""
         if self._reduce is None:
             return None
         if self.length == 0:
@@ -167,12 +168,12 @@ class TracedLoop:
             return blank, lambda _, y: y
         if self._reduce == "mean" and not all(map(is_float, outputs.step.y)):
             raise InputError('reduce="mean" needs outputs that can be divided, some are not floats; use "sum"')
-        # From 0 on, as in Python: true outputs are counted.
+        # Starting from the integer 0, as Python's `sum` does, turns booleans into integers: true outputs are counted.
         blank = jax.tree.map(lambda y: y if is_float(y) else 0 + y, blank)
         return blank, lambda acc, y: jax.tree.map(jnp.add, acc, y)
 
     def _step(self) -> tuple[StepFunction, Any]:
-        """The step and the first carry; a fold is part of both."""
+        """The step and the first carry, both extended by the fold if there is one."""
         if self._fold is None:
             return self._f, self._init
         f, (blank, fold) = self._f, self._fold
@@ -180,7 +181,7 @@ class TracedLoop:
         def folding(carry: Any, x: Any) -> Any:
             out = f(carry[0], x)
             if not isinstance(out, tuple | list) or len(out) != 2:
-                return out  # tracing says what is wrong with it
+                return out  # tracing it raises the error
             return (out[0], fold(carry[1], out[1])), None
 
         return folding, (self._init, blank)
@@ -200,7 +201,7 @@ class TracedLoop:
         return self._unfolded(carry, ys)
 
     def _reporting(self, step: StepFunction, ticks: Ticks) -> StepFunction:
-        """The step over pairs of a place and an input, which reports that it is run."""
+        """The step over pairs of an index and an input, which reports each of its runs."""
 
         def reporting(carry: Any, k_and_x: tuple[Any, Any]) -> Any:
             k, x = k_and_x
@@ -210,7 +211,7 @@ class TracedLoop:
         return reporting
 
     def result(self, traced: TracedStep, carry: Leaves, ys: Leaves) -> tuple[Any, Any]:
-        """Last carry and outputs as the user gets them."""
+        """The last carry and the outputs in the user's own structure."""
         return self._unfolded(traced.carry_tree.unflatten(carry), traced.y_tree.unflatten(ys))
 
     def _unfolded(self, carry: Any, ys: Any) -> tuple[Any, Any]:
@@ -224,7 +225,7 @@ def loop_length(xs: Any, length: int | None) -> int:
     """The number of steps that `xs` and `length` agree on.
 
     Raises:
-        InputError: they do not, or do not say.
+        InputError: they disagree, or neither determines the number.
     """
     sizes: dict[int, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
@@ -245,6 +246,6 @@ def loop_length(xs: Any, length: int | None) -> int:
 
 
 def without_carry(f: Callable[..., Any]) -> StepFunction:
-    """The step of a for loop: `f(*x)` and no carry."""
+    """The step of a for loop, `f(*x)`, as the step of a scan whose carry is unused."""
     function(f, "f")
     return lambda carry, x: (carry, f(*x))

@@ -1,11 +1,10 @@
-"""A step's tape: what `jax.vjp` saves for it, sorted by what has to be stored for each step, and what the step costs.
+"""A step's tape: the residuals that `jax.vjp` saves for it, those of them that have to be stored, and the step's costs.
 
-Of the residuals only those are stored that a step makes of its own state or input. What is closed over, or made of
-nothing else, is the same at every step and made once; a row of the inputs is read again.
+A residual is stored only if it depends on the step's own state or input. A residual that is closed over, or depends on
+nothing else, is the same at every step and computed once; one that is a row of the inputs is read again.
 
-Costs come from types alone: nothing is run and nothing allocated. Beside slots and tape a compiled program holds the
-current state, its cotangent, a row of the inputs, the sums of gradients of one stretch, and what a step needs while it
-runs.
+Costs come from types alone: nothing is run or allocated. Beside slots and tape a compiled program holds the current
+state, its cotangent, a row of the inputs, the sums of gradients of one stretch, and what a step needs while it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from lowtide.planners.choose import choose
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """Places of the leaves that a gradient flows through."""
+    """The indices of the leaves through which a gradient flows."""
 
     consts: tuple[int, ...]
     carry: tuple[int, ...]
@@ -35,10 +34,11 @@ class Active:
 
 
 def active_leaves(step: Step, consts: Sequence[bool], carry: Sequence[bool], x: Sequence[bool]) -> Active:
-    """Which leaves a gradient flows through, from those of the loop's own arguments that it enters by.
+    """The leaves through which a gradient flows, given the loop's arguments with respect to which it is taken.
 
-    A part of the carry that begins without a gradient may get one from the step, and pass it on in the next. Leaves are
-    only added, so this ends, and what it ends with holds for every number of steps.
+    A leaf of the carry that begins without a gradient may get one from the step, and pass it on in the next step. So
+    the step is applied until no leaf is added: leaves are only ever added, so this ends, and the result holds for any
+    number of steps.
     """
     outer, given = step.jaxpr.constvars, step.jaxpr.invars
     on = list(carry)
@@ -53,7 +53,7 @@ def active_leaves(step: Step, consts: Sequence[bool], carry: Sequence[bool], x: 
 
 
 class Taping:
-    """A step that keeps its tape, and the way back through it."""
+    """A step that keeps its tape, and its pullback."""
 
     def __init__(self, step: Step, active: Active) -> None:
         self.step = step
@@ -65,7 +65,8 @@ class Taping:
         made_once = invariant(self._jaxpr, consts)
         tape: list[Any] = []
         same: list[Any] = []
-        self._sources: list[tuple[str, int]] = []  # for each residual, where it is found again
+        # Where each residual is found in the backward: in "same", "x" or "tape", and at which index.
+        self._sources: list[tuple[str, int]] = []
         for var in self._jaxpr.outvars[first:]:
             if isinstance(var, core.Literal) or var in made_once:
                 self._sources.append(("same", len(same)))
@@ -83,7 +84,7 @@ class Taping:
         self.reads_x = any(kind == "x" for kind, _ in self._sources)
 
     def _vjp(self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]) -> Leaves:
-        """One step, with the residuals among its results."""
+        """The carry, the outputs and all residuals of one step."""
         given, active = (consts, carry, x), self.active
         places = (active.consts, active.carry, active.x)
 
@@ -106,9 +107,9 @@ class Taping:
         return new, y, tape
 
     def pull(self, tape: Leaves, same: Leaves, x: Leaves, carry: Leaves, y: Leaves) -> tuple[Leaves, Leaves, Leaves]:
-        """Cotangents of what is closed over, the carry and the input, from those of the new carry and the outputs.
+        """The cotangents of the closure, the carry and the input, from those of the new carry and the outputs.
 
-        All of them are of the active leaves only.
+        All of them have the active leaves only.
         """
         values = {"tape": tape, "same": same, "x": x}
         pull = jax.tree.unflatten(self._pull_tree, [values[kind][place] for kind, place in self._sources])
@@ -116,7 +117,7 @@ class Taping:
         return consts, before, inputs
 
     def transients(self) -> tuple[int, int]:
-        """Bytes that XLA needs, beyond arguments and results, to run the step with its tape and to pull it back."""
+        """The bytes that XLA needs beyond arguments and results: to run the step with its tape, and to pull it back."""
         return transient(self._taped), transient(self._pull_jaxpr())
 
     def _pull_jaxpr(self) -> core.Jaxpr:
@@ -129,24 +130,25 @@ class Taping:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """A loop as a chain, in the form that `lowtide.interface.options` plans for."""
+    """A loop as a chain; the `Costs` that `lowtide.interface.options` plans with."""
 
     chain: Chain
     rooms: ClassVar[bool] = True  # a compiled program's buffers are laid out before it runs
 
     def within(self, budget: int) -> Plan:
-        """The plan with the fewest reruns that keeps the budget."""
+        """The plan with the fewest reruns within the budget."""
         return choose(self.chain, budget, rooms=True)
 
 
 def costs(taping: Taping, length: int, *, nested: bool = False) -> StepCosts:
-    """The loop of `length` steps over a step with this tape; nested scans hold a stretch's outputs and sums twice."""
+    """The costs of `length` steps with this tape; nested scans hold a stretch's outputs and sums twice."""
     step, active = taping.step, taping.active
     state = max(nbytes(step.carry), 1)
     cotangent = nbytes(_some(step.carry, active.carry))
     gradients = nbytes(_some(step.consts, active.consts))
     sums = gradients * (1 + nested)
-    # Buffers of a compiled program are there all the time; those of a step forward and of one backward hardly overlap.
+    # The buffers of a compiled program exist all the time, and those of the step and of its pullback hardly overlap in
+    # memory: so their sum counts, at every moment.
     working = state + sums + nbytes(step.x) + sum(taping.transients())
     cost = StepCost(
         state,

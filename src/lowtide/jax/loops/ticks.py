@@ -1,4 +1,4 @@
-"""A progress bar that a compiled loop moves: once for each step that is run for the first time."""
+"""A progress bar that a compiled loop moves: once for the first run of each step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lowtide.interface.progress import Progress, bars
 
 
 class Ticks:
-    """Tells a bar on the host how many steps have been run.
+    """Reports steps that have been run to a bar on the host.
 
-    The bar is made when a run reports its first step, so a compiled loop that is run again gets a new one. What is
-    reported does not depend on data, so a loop under `vmap` reports each step once.
+    The bar is made when a run reports its first step, so a compiled loop that is run again gets a new one. The reports
+    do not depend on data, so a loop under `vmap` reports each step once.
     """
 
     def __init__(self, pbar: Any, length: int) -> None:
@@ -27,7 +27,8 @@ class Ticks:
         self._bar: Progress | None = None
 
     def step(self, k: Any) -> None:
-        """Report step k; the host is told as often as the user asked for."""
+        """Report step k; the host is called as often as the user asked for."""
+        # The last step reports the steps since the last report, so that the bar ends full.
         if self._every == 1:
             self.stretch(k, 1)
             return
@@ -37,7 +38,7 @@ class Ticks:
         lax.cond(due & ~last, lambda: self.stretch(k, self._every), lambda: None)
 
     def stretch(self, k: Any, steps: int) -> None:
-        """Report several steps at once; k differs between calls, or JAX would take the calls of a loop for one."""
+        """Report several steps at once; k must differ between calls, or JAX would merge a loop's calls into one."""
         jax.debug.callback(self._move, k, steps)
 
     def _move(self, _: Any, steps: Any) -> None:

@@ -1,8 +1,8 @@
-"""A loop that ends when a condition says so, in bounded memory: snapshots are kept online, as steps go by.
+"""A loop that ends when a condition becomes false, in bounded memory: snapshots are chosen online, while it runs.
 
-Which snapshot makes room for a new one depends on nothing but the number of steps so far, so it is read from a table
-(`lowtide.planners.online`). On the way back the length is known, and each stretch between two snapshots is reversed by
-Revolve's rule with the slots that are free; how far to advance is computed there and then, from a table of binomials.
+Which snapshot is replaced by a new one depends only on the number of steps so far, so it is read from a table
+(`lowtide.planners.online`). In the backward the length is known, and each stretch between two snapshots is reversed by
+Revolve's rule with the free slots; how far to advance is computed when it is needed, from a table of binomials.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from lowtide.jax.xla.linear import LinearMap, apply, once
 from lowtide.planners.online import online_slots
 from lowtide.planners.revolve import least_with_slots, slots_within
 
-_NO_END = 2**31 - 1
-# Steps that the table of slots is made for. Beyond, every second state is a candidate, then every fourth, and so on.
+_NO_END = 2**31 - 1  # the largest step number: the limit of a loop without one, and the step of an empty slot
+# Steps for which the table of slots is made. Beyond, every second state is a candidate, then every fourth, and so on.
 _TABLE_STEPS = 4096
-_MOST_REPEATS = (
-    96  # columns of the table of binomials: with two slots, beta(2, 95) = 4,656 is beyond the table of slots
-)
-_MOST_SLOTS = 1024  # more save next to nothing, and are looked through at each step
+# Columns of the table of binomials: with two slots, beta(2, 95) = 4,656 is beyond the table of slots.
+_MOST_REPEATS = 96
+_MOST_SLOTS = 1024  # more save next to nothing, and all of them are searched at each step of the backward
 
 
 def checkpointed_while_loop(
@@ -48,14 +47,14 @@ def checkpointed_while_loop(
     budget: int | str | None = None,
     max_steps: int | None = None,
 ) -> Any:
-    """`jax.lax.while_loop` that can be differentiated backwards, in bounded memory and without knowing the length.
+    """`jax.lax.while_loop` with reverse-mode derivatives, in bounded memory and without knowing the length.
 
     Args:
-        cond: whether to go on from this carry.
+        cond: whether to continue from this carry.
         body: one step, `carry = body(carry)`; a pure function.
         init: the carry before the first step, any pytree.
-        checkpoints: the most snapshots, the initial state among them; 50 if there is no option.
-        budget: bytes for snapshots, one step of tape and the working set: 67108864 or "64MiB".
+        checkpoints: the most snapshots, the initial state included; 50 if no option is given.
+        budget: bytes for snapshots, the tape of one step and the working set: 67108864 or "64MiB".
         max_steps: stop after this number of steps even if `cond` still holds.
     """
     knobs = WhileKnobs.of(cond, body, checkpoints, budget, max_steps, _NO_END)
@@ -76,11 +75,11 @@ def checkpointed_while_loop(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _While:
-    """A while loop over flat leaves; what body and cond close over is one list, the body's first."""
+    """A while loop over flat leaves; the constants that body and cond close over are one list, the body's first."""
 
     step: Step
     cond: core.Jaxpr
-    own: int  # how many of the constants are the body's
+    own: int  # the number of constants that are the body's
     knobs: WhileKnobs
 
     def __call__(self, consts: Leaves, init: Leaves) -> Leaves:
@@ -94,11 +93,11 @@ class _While:
         return call(self.cond, consts[self.own :], *state)[0] & (k < self.knobs.most)
 
     def advance(self, consts: Leaves, state: Leaves) -> Leaves:
-        """One step."""
+        """The state after one step."""
         return self.step.run(consts[: self.own], state, [])[0]
 
     def plain(self, consts: Leaves, init: Leaves) -> Leaves:
-        """Every step once: no snapshots, no tape."""
+        """Run every step once, without snapshots or tape."""
         _, carry = lax.while_loop(
             lambda now: self.goes_on(consts, *now),
             lambda now: (now[0] + 1, self.advance(consts, now[1])),
@@ -107,7 +106,7 @@ class _While:
         return carry
 
     def _differentiated(self, primals: tuple[Leaves, Leaves], tangents: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves]:
-        """Values and tangents; what is not perturbed has a `SymbolicZero` for its tangent."""
+        """The values and tangents; the tangent of a leaf that is not perturbed is a `SymbolicZero`."""
         consts, init = primals
         perturbed = [[not isinstance(tangent, SymbolicZero) for tangent in leaves] for leaves in tangents]
         taping = Taping(self.step, active_leaves(self.step, perturbed[0][: self.own], perturbed[1], []))
@@ -125,27 +124,29 @@ class _While:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _WhileBackward:
-    """A while loop of which it is known what is taped and how many slots there are."""
+    """A while loop with its tape and its number of slots: its forward pass, and how derivatives pass through it."""
 
     loop: _While
     taping: Taping
     slots: int
-    init: tuple[int, ...]  # places of the leaves of the first carry that are perturbed
+    init: tuple[int, ...]  # indices of the leaves of the first carry that are perturbed
 
     def forward_pass(self, consts: Leaves, init: Leaves) -> tuple[Leaves, Leaves]:
-        """The result, and what the way back needs: consts, init, slots, their steps, and the number of steps."""
+        """The result, and what the backward needs: consts, init, slots, the steps stored in them, and the length."""
         table = jnp.asarray(
             online_slots(self.slots, min(self.loop.knobs.most, _TABLE_STEPS)) or (self.slots,), jnp.int32
         )
 
         def step(now: tuple[Any, Leaves, Leaves, Any]) -> tuple[Any, Leaves, Leaves, Any]:
             k, state, slots, steps = now
+            # The least shift that brings k into the table. Only multiples of 2**shift are candidates; the others go to
+            # the spare slot.
             shift = 32 - lax.clz(k // _TABLE_STEPS)
             slot = jnp.where(k & ((1 << shift) - 1) == 0, table[k >> shift], self.slots)
             slots, steps = write(slots, slot, state), steps.at[slot].set(k)
             return k + 1, self.loop.advance(consts, state), slots, steps
 
-        # One slot more swallows the states that are not kept.
+        # One spare slot takes the states that are not kept, so that there is no branch.
         slots = buffers(self.loop.step.carry, self.slots + 1)
         steps = jnp.full(self.slots + 1, _NO_END, jnp.int32)
         start = (jnp.int32(0), init, slots, steps)
@@ -153,7 +154,7 @@ class _WhileBackward:
         return state, [*consts, *init, *slots, steps, length]
 
     def tangents(self, residuals: Leaves, moving: Leaves) -> Leaves:
-        """Forward mode: tangents of the active results, by a plain loop."""
+        """Forward mode: the tangents of the active results, from a plain loop."""
         consts, init, *_ = self._held(residuals)
         active = self.taping.active
         count = len(active.consts)
@@ -167,7 +168,7 @@ class _WhileBackward:
         return out
 
     def cotangents(self, residuals: Leaves, cotangents: Leaves) -> Leaves:
-        """Reverse mode: cotangents of what is perturbed, closed over and in the first carry."""
+        """Reverse mode: the cotangents of the perturbed leaves of the closure and of the first carry."""
         consts, _, slots, steps, length = self._held(residuals)
         active, own = self.taping.active, consts[: self.loop.own]
         types = self.loop.step
@@ -175,6 +176,7 @@ class _WhileBackward:
         binomials = jnp.asarray(_binomials(self.slots))
 
         def one(now: tuple[Any, Leaves, Leaves, Leaves, Any]) -> tuple[Any, Leaves, Leaves, Leaves, Any]:
+            """Pull back the step before `stop`, from the newest state that is stored below it."""
             stop, cots, sums, slots, steps = now
             newest = jnp.argmax(jnp.where(steps < stop, steps, -1))
             held = (steps[newest], read(slots, newest), slots, steps)
@@ -186,8 +188,9 @@ class _WhileBackward:
             return start, cots, added(sums, new), slots, steps
 
         def nearer(stop: Any, now: tuple[Any, Leaves, Leaves, Any]) -> tuple[Any, Leaves, Leaves, Any]:
-            """From a stored state part of the way to the step before `stop`, and store there unless that is it."""
+            """Advance part of the way from `start` to the step before `stop`, and store the state unless it is that."""
             start, state, slots, steps = now
+            # A slot whose step is not below `stop` belongs to steps that are pulled back, or is empty: it is free.
             free = steps[: self.slots] >= stop
             left = _left_part(binomials, stop - start, 1 + jnp.sum(free, dtype=jnp.int32))
             state = lax.fori_loop(0, left, lambda _, state: self.loop.advance(consts, state), state)
@@ -216,13 +219,13 @@ class _WhileBackward:
 
 
 def _slots_within(step: StepCost, budget: int) -> int:
-    """The most slots that fit, with their row of binomials."""
-    slots_within(step, budget)  # says so if there is room for none
+    """The most slots that fit, each with its row of the table of binomials and the number of its step."""
+    slots_within(step, budget)  # refuses a budget in which not even one fits
     return 1 + (budget - least_with_slots(step)) // (step.state + 4 * (_MOST_REPEATS + 1))
 
 
 def _binomials(slots: int) -> NDArray[np.int32]:
-    """beta(s, r) = beta(s-1, r) + beta(s, r-1) for s up to `slots`, as far as 32 bits go."""
+    """beta(s, r) = beta(s-1, r) + beta(s, r-1) for s up to `slots`, limited to 32 bits."""
     table = np.ones((slots + 1, _MOST_REPEATS), np.int64)
     for s in range(1, slots + 1):
         table[s] = np.minimum(np.cumsum(table[s - 1]), _NO_END)
@@ -230,7 +233,7 @@ def _binomials(slots: int) -> NDArray[np.int32]:
 
 
 def _left_part(binomials: Any, length: Any, slots: Any) -> Any:
-    """`lowtide.planners.revolve.left_part` for one step of tape; beyond the table still a legal part."""
+    """`lowtide.planners.revolve.left_part` for one step of tape; for lengths beyond the table any legal part."""
     row = lax.dynamic_index_in_dim(binomials, slots, keepdims=False)
     below = jnp.sum(row < length, dtype=jnp.int32) - 1  # r - 1
     left = jnp.minimum(row[below], length - binomials[slots - 1, below])

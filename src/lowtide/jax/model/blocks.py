@@ -1,7 +1,7 @@
-"""Which parameters of a model are one block's: the entries of its lists, by name.
+"""The blocks of a model, found in its parameters: the entries of its lists, by name.
 
-A model in JAX is a pytree of parameters and a function. Its blocks are found in the pytree: rows of entries that are
-alike, in lists, tuples, and under numbered names (`layer_0`, `layer_1`). An entry's name is its path: "layers.3".
+A model in JAX is a pytree of parameters and a function. Its blocks are found in the pytree: entries that are alike, in
+lists, tuples, and under numbered names (`layer_0`, `layer_1`). An entry's name is its path: "layers.3".
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from lowtide.errors import InputError
 
 Path = tuple[Any, ...]
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
-_MOST_SHOWN = 8  # names in an error
+_MOST_SHOWN = 8  # names in an error message
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether it is an array, or says what one would be like; numbers of Python are part of the program."""
+    """Whether a leaf is an array, or the type of one; Python numbers are part of the program."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
 def found_blocks(params: Any) -> list[str]:
-    """The names of the blocks that a model has."""
+    """The names of a model's blocks."""
     return [dotted(path) for path in _rows((), params)]
 
 
 def chosen_blocks(params: Any, wanted: Iterable[str]) -> list[str]:
-    """The names of the parts of a model that match a name or a pattern; those inside of others are left out.
+    """The names of the parts of a model that match a name or a pattern, without those inside other such parts.
 
     Raises:
-        InputError: a pattern matches nothing, or is no text.
+        InputError: a pattern matches nothing, or is not a str.
     """
     patterns, names = _patterns(wanted), _part_names(params)
     hits: set[str] = set()
@@ -50,7 +50,7 @@ def chosen_blocks(params: Any, wanted: Iterable[str]) -> list[str]:
 
 
 def _patterns(wanted: Any) -> list[str]:
-    """One pattern, or several, as a list."""
+    """The patterns as a list, also if there is only one."""
     patterns = [wanted] if isinstance(wanted, str) or not isinstance(wanted, Iterable) else list(wanted)
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -65,7 +65,7 @@ def _part_names(params: Any) -> list[str]:
 
 
 def owners(paths: Sequence[Path], blocks: Iterable[str]) -> list[str | None]:
-    """For each leaf the block that it belongs to, or None."""
+    """For each leaf, the block that it belongs to, or None."""
     known = set(blocks)
     starts = [[dotted(path[:end]) for end in range(len(path) + 1)] for path in paths]
     return [next((start for start in some if start in known), None) for some in starts]
@@ -77,10 +77,10 @@ def dotted(path: Path) -> str:
 
 
 def _rows(path: Path, tree: Any) -> list[Path]:
-    """The entries of the outermost rows in a tree.
+    """The entries of the outermost rows of a tree, where a row is several entries that are alike.
 
-    An entry is looked into where it is a row itself and nothing else, or unlike all others of its row: a list of lists,
-    or a stack of blocks between a first and a last layer.
+    An entry that is itself nothing but a row, or that is unlike all others of its row, is searched instead: a list of
+    lists, or a stack of blocks between a first and a last layer.
     """
     children = _children(tree)
     alike = _alike(tree, children)
@@ -96,15 +96,15 @@ def _rows(path: Path, tree: Any) -> list[Path]:
 
 
 def _children(tree: Any) -> dict[Any, Any]:
-    """What a tree is made of, one level down; nothing if it is a leaf."""
+    """The children of a tree, one level down; none if it is a leaf."""
     parts, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     return {path[0]: part for path, part in parts if path}
 
 
 def _alike(tree: Any, children: Mapping[Any, Any]) -> set[Any]:
-    """The keys of entries that stand in a row of which two at least are of one kind, or that are a list of one.
+    """The keys of entries in rows with at least two entries of one kind, or in a list with a single entry.
 
-    Arrays by themselves make a row in lists only: in a tuple, or under names, they are the parameters of one layer.
+    Bare arrays make a row only in lists: in a tuple, or under names, they are the parameters of one layer.
     """
     rows: dict[str, dict[Any, Any]] = {}
     for key, child in children.items():
@@ -115,9 +115,9 @@ def _alike(tree: Any, children: Mapping[Any, Any]) -> set[Any]:
 
 
 def _alike_in(row: Mapping[Any, Any], *, is_list: bool) -> set[Any]:
-    """The keys of a row's entries if two of them are of one kind; those of another kind too, unless they are rows.
+    """The keys of a row's entries if two of them are of one kind; entries of other kinds too, unless they have rows.
 
-    A stack of blocks between two layers of a kind is no block itself. An entry alone makes a row in a list.
+    A stack of blocks between two layers of one kind is not itself a block. A single entry makes a row in a list.
     """
     kinds = {key: _kind(child) for key, child in row.items()}
     counts = Counter(kinds.values())
@@ -127,13 +127,13 @@ def _alike_in(row: Mapping[Any, Any], *, is_list: bool) -> set[Any]:
 
 
 def _stem(key: Any) -> str | None:
-    """What numbered names have in common: "layer" for layer_3; None for names without a number."""
+    """The common part of numbered names: "layer#" for layer_3; None for names without a number."""
     match = _NUMBERED.fullmatch(dotted((key,)))
     return None if match is None else f"{match[1]}#"
 
 
 def _kind(tree: Any) -> Any:
-    """What entries of a row have in common: their type, and the names or number of what they are made of."""
+    """The kind of an entry: its type, and the names or the number of its children; for an array, its axes."""
     children = _children(tree)
     if children:
         return type(tree), tuple(map(str, children))

@@ -1,7 +1,8 @@
-"""A model's parts as a chain: what each form of a block holds, needs beside it, and computes again. From types alone.
+"""A model's parts as a chain: what each form of a block holds, needs beside that, and recomputes. From types alone.
 
-Not estimated but known are arguments, results and gradients. The rest is what `xla/memory.py` makes of the equations,
-and XLA decides otherwise: so a plan is held against what was compiled, and `calibrated` brings both together.
+The bytes of arguments, results and gradients are known. The rest is estimated from the equations (`xla/memory.py`), and
+XLA may decide otherwise: so a plan is compared with its compiled program, and `calibrated` makes the estimate agree
+with it.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from lowtide.jax.xla.memory import XlaGraph
 from lowtide.planners.blocks import Blocks
 
 OPTIMIZER = "(optimizer step)"
-# Derivatives of these need no values.
+# Primitives whose derivatives need no values.
 _SUMS = frozenset(("add", "add_any", "sub", "neg", "reduce_sum", "convert_element_type", "stop_gradient", "name"))
 _MOVES = frozenset(("broadcast_in_dim", "concatenate", "pad", "reshape", "rev", "slice", "squeeze", "transpose"))
-_TAPE_SCALES = (0.0, 4.0)  # how far an estimate of a tape can be off
-_HALVINGS = 24  # of that range
+_TAPE_SCALES = (0.0, 4.0)  # the range of factors between an estimated and a compiled tape
+_BISECTIONS = 24  # of that range
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentBytes:
-    """Bytes that are there whatever is planned.
+    """The bytes that are held with any plan.
 
     Attributes:
-        parameters: of the model.
-        optimizer: of the optimizer's state.
-        inputs: of all other arguments.
-        gradients: of the parameters.
-        results: at the end, beside arguments: gradients and values, or what an optimizer makes anew.
+        parameters: bytes of the model's parameters.
+        optimizer: bytes of the optimizer's state.
+        inputs: bytes of all other arguments.
+        gradients: bytes of the parameters' gradients.
+        results: bytes held at the end beside the arguments: values, and gradients or what an optimizer's step returns
+            without reusing its arguments.
         optimizer_step: whether there is an optimizer.
     """
 
@@ -51,13 +53,20 @@ class ResidentBytes:
 
     @property
     def arguments(self) -> int:
-        """There from the beginning."""
+        """Bytes that are held from the beginning."""
         return self.parameters + self.optimizer + self.inputs
 
 
 @dataclass(frozen=True, slots=True)
 class PartFormCost:
-    """A form of a part: bytes that it holds, bytes with those at its worst moment, operations that are run again."""
+    """The costs of a part in one form.
+
+    Attributes:
+        form: the form.
+        held: bytes that it holds between forward and backward.
+        whole: bytes at its worst moment, those included.
+        again: floating point operations of its rerun.
+    """
 
     form: Form
     held: int
@@ -67,7 +76,7 @@ class PartFormCost:
 
 @dataclass(frozen=True, slots=True)
 class PartCost:
-    """A part's forms, its operations, and bytes of gradients that are there when it is pulled back."""
+    """The costs of a part: its forms, its floating point operations, and bytes of gradients held in its backward."""
 
     name: str
     role: Role
@@ -78,10 +87,10 @@ class PartCost:
 
 
 def measure_model(model: Model) -> list[PartCost]:
-    """What the parts cost on paper."""
-    # What is there anyway: arguments, and for each part what an earlier one starts from too.
+    """The estimated costs of the parts."""
+    # Values that a part need not hold: arguments, and inputs that an earlier part has too.
     there = set(model.others)
-    # The gradient of a parameter is there from the last part that reads it on: the backward comes there first.
+    # The gradient of a parameter exists from the last part that reads it on, which the backward reaches first.
     reader = {var: k for k, part in enumerate(model.parts) for var in part.weights}
     known: dict[Any, tuple[LayerCost, tuple[PartFormCost, ...]]] = {}
     rows = []
@@ -100,7 +109,7 @@ def measure_model(model: Model) -> list[PartCost]:
 
 
 def _form_cost(part: ModelPart, form: BlockForm, found: LayerCost, shared: int) -> PartFormCost:
-    """A form, where `shared` bytes of what the part starts from are there anyway."""
+    """The costs of a form, if `shared` bytes of the part's input are held anyway."""
     start, whole = found.state - shared, max(found.taping, found.backward) - shared
     if form.kept is None:
         held, again = found.held + start * found.reads_input, 0.0
@@ -110,7 +119,7 @@ def _form_cost(part: ModelPart, form: BlockForm, found: LayerCost, shared: int) 
 
 
 def _again(part: ModelPart, form: BlockForm) -> float:
-    """Operations that a rerun makes: what derivatives read, as far as it does not follow from what is kept."""
+    """The floating point operations of a rerun, which computes what derivatives read and is not kept."""
     jaxpr, kept = part.layer.jaxpr, {*(form.kept or ())}
     made = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if not kept.issuperset(eqn.outvars)])
     eqns = needed_for(made, _read_by_derivatives(jaxpr) - kept)
@@ -122,28 +131,28 @@ def _again(part: ModelPart, form: BlockForm) -> float:
 
 
 def _read_by_derivatives(jaxpr: core.Jaxpr) -> set[Any]:
-    """The values that the derivatives of equations read."""
+    """The variables that the derivatives of equations read."""
     read: set[Any] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in _SUMS | _MOVES:
             read.update(variables(eqn.invars))
-        if any(core.jaxprs_in_params(eqn.params)):  # derivatives of loops and the like read what is inside of them
+        if any(core.jaxprs_in_params(eqn.params)):  # derivatives of loops and calls read values computed inside them
             read.update(eqn.outvars)
     return read
 
 
 def chain_of(rows: Sequence[PartCost], resident: ResidentBytes, scale: float = 1.0, more: int = 0) -> Chain:
-    """The parts as a chain, an optimizer's step before them; see `Blocks`.
+    """The parts as a chain, after an optimizer's step if there is one; see `Blocks`.
 
     Args:
-        rows: the parts.
-        resident: what is there whatever is planned.
-        scale: what is estimated, a whole tape and what is needed beside it, is multiplied by this.
+        rows: the costs of the parts.
+        resident: the bytes that are held with any plan.
+        scale: the factor for the estimated bytes: a whole tape, and what is needed beside tapes.
         more: bytes to add to each level.
     """
     steps, names, roles = [], [], []
     end = resident.arguments + resident.results + more
-    if resident.optimizer_step:  # its backward comes last
+    if resident.optimizer_step:  # the first step of the chain, whose backward comes last
         names.append(OPTIMIZER)
         roles.append(Role.OPTIMIZER)
         steps.append(StepCost(1, 1, 0.0, 0.0, working=Working(backward=max(end - 1, 0))))
@@ -165,15 +174,15 @@ def chain_of(rows: Sequence[PartCost], resident: ResidentBytes, scale: float = 1
 
 
 def calibrated(rows: Sequence[PartCost], resident: ResidentBytes, *points: tuple[tuple[int, ...], int]) -> Chain:
-    """The chain on which options take as many bytes as were found.
+    """The chain on which the bill of options has the bytes of their compiled program.
 
     Args:
-        rows: the parts.
-        resident: what is there whatever is planned.
-        points: options with the bytes of their program: those that keep everything, and perhaps others, which are then
-            met exactly. Of one alone, what the estimate lacks is added to every level, because most of it is there
-            whatever is chosen. With two, tapes are scaled until both lack the same. Where an estimate is too large,
-            tapes are scaled until it is not.
+        rows: the costs of the parts.
+        resident: the bytes that are held with any plan.
+        points: options with the bytes of their program: first those that keep everything, and perhaps others, which are
+            then met exactly. With one point, what the estimate lacks is added to every level, because most of it is
+            held with any choice. With two, tapes are scaled until both lack the same. An estimate that is too large is
+            scaled until it is not.
     """
 
     def lacking(scale: float) -> list[int]:
@@ -187,7 +196,7 @@ def calibrated(rows: Sequence[PartCost], resident: ResidentBytes, *points: tuple
     scale = 1.0
     if len(points) > 1 or lacking(scale)[0] < 0:
         scale, high = _TAPE_SCALES
-        for _ in range(_HALVINGS):
+        for _ in range(_BISECTIONS):
             middle = (scale + high) / 2
             scale, high = (middle, high) if too_small(middle) else (scale, middle)
     return chain_of(rows, resident, scale, lacking(scale)[-1])

@@ -1,8 +1,7 @@
-"""The forms that a block's tape can have, and a model that is run with one for each of its blocks.
+"""The forms that a block can have, and the model run with a form for each of its blocks.
 
-"keep" keeps all that XLA wants to keep, "rerun" nothing but what the block starts from. Between them a rerun keeps
-some values, so that what leads to them need not be computed again: those that `checkpoint_name` has given a name, or
-products of arrays.
+"keep" keeps everything that XLA chooses to keep, "rerun" only the block's input. In between, a rerun keeps some values,
+so that what leads to them need not be recomputed: those that `checkpoint_name` has named, or products of arrays.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ from lowtide.jax.xla.buffers import instantiated
 from lowtide.jax.xla.jaxprs import PRODUCTS, Leaves, call, has_loop, is_float, replaced, variables
 from lowtide.jax.xla.linear import LinearMap, apply
 
-_MOST_NAMES = 3  # of which every set is a form; of more, each by itself and all together
+# Names of values in a block: up to this many, every set of them is a form; with more, each name alone and all together.
+_MOST_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """A form of a part, and what a rerun finds there; None where nothing is run again."""
+    """A form of a part, and the variables that the first run keeps for the rerun; None if nothing is run again."""
 
     form: Form
     kept: tuple[Any, ...] | None
@@ -40,7 +40,7 @@ _KEPT = BlockForm(KEEP, None)
 
 
 def forms(part: ModelPart) -> list[BlockForm]:
-    """The menu of a part. What is between blocks has only one form."""
+    """The menu of a part. A part that is not a block has only one form."""
     if not part.is_block:
         return [_KEPT]
     sets = {Way(rerun=True): frozenset[Any]()}
@@ -50,7 +50,7 @@ def forms(part: ModelPart) -> list[BlockForm]:
     menu, seen = [_KEPT], set[frozenset[Any]]()
     order = [var for eqn in part.layer.jaxpr.eqns for var in eqn.outvars]
     for way, kept in sets.items():
-        kept -= set(part.made)  # the next part holds those anyway
+        kept -= set(part.made)  # later parts hold these anyway
         if kept not in seen:
             seen.add(kept)
             menu.append(BlockForm(Form((("", way),)), tuple(var for var in order if var in kept)))
@@ -58,7 +58,7 @@ def forms(part: ModelPart) -> list[BlockForm]:
 
 
 def _named(layer: Layer) -> dict[tuple[str, ...], frozenset[Any]]:
-    """Sets of values that have a name, by their names."""
+    """Sets of named values, by their names."""
     named: dict[str, set[Any]] = {}
     for eqn in layer.jaxpr.eqns:
         if eqn.primitive.name == "name":
@@ -69,7 +69,10 @@ def _named(layer: Layer) -> dict[tuple[str, ...], frozenset[Any]]:
 
 
 def _products(layer: Layer, *, alone: bool) -> frozenset[Any]:
-    """Products of arrays; or only those without a batch, as those with weights are: they are dear for their bytes."""
+    """The products of arrays; with `alone`, only those without a batch dimension, as products with weights are.
+
+    The latter take more operations for each byte of their result.
+    """
     return frozenset(
         var
         for eqn in layer.jaxpr.eqns
@@ -80,7 +83,7 @@ def _products(layer: Layer, *, alone: bool) -> frozenset[Any]:
 
 
 def model_runner(model: Model, chosen: Sequence[BlockForm]) -> Callable[[Sequence[Any]], Leaves]:
-    """The model as a function of its leaves, each part in its form; where nothing is run again, as it was."""
+    """The model as a function of its leaves, with each part in its form; unchanged if nothing is run again."""
     runs = [_run_in(part, form, model.others) for part, form in zip(model.parts, chosen, strict=True)]
     again = any(form.kept is not None for form in chosen)
 
@@ -99,9 +102,10 @@ def model_runner(model: Model, chosen: Sequence[BlockForm]) -> Callable[[Sequenc
 
 @jax.custom_jvp
 def _first(*results: Any) -> Leaves:
-    """The same; on the way back no cotangent passes before the results are there.
+    """The same results; in the backward, no cotangent passes before the results have been computed.
 
-    A program may ask for the loss last, and XLA would leave it to the end, and with it what it is computed from.
+    A program may return the loss last. XLA would then compute it at the end, and keep what it is computed from until
+    then.
     """
     return list(results)
 
@@ -125,7 +129,7 @@ def _after(values: Leaves, cotangents: Leaves) -> Leaves:
 
 
 def _run_in(part: ModelPart, form: BlockForm, others: Sequence[Any]) -> Run:
-    """A part's results, taped in a form."""
+    """A function that runs a part in a form."""
     layer = part.layer
     if form.kept is None:
         return layer.run
@@ -138,7 +142,7 @@ def _run_in(part: ModelPart, form: BlockForm, others: Sequence[Any]) -> Run:
     again = _with_values(layer, swapped)
 
     def run(consts: Leaves, x: Leaves) -> Leaves:
-        # Results are among the values too: what the first run computes is not computed beside it for the second.
+        # The part's results are among the values, too: what the first run has computed is not computed a second time.
         values = first.run([lax.stop_gradient(leaf) for leaf in consts], [lax.stop_gradient(leaf) for leaf in x])
         return _rerun(again, there, consts, [*x, *values], loops)
 
@@ -146,10 +150,10 @@ def _run_in(part: ModelPart, form: BlockForm, others: Sequence[Any]) -> Run:
 
 
 def _rerun(run: Run, there: Sequence[int], consts: Leaves, x: Leaves, loops: bool) -> Leaves:
-    """`run_again`, where some of `x`, at the places `there`, are arguments of the whole program.
+    """`run_again`, for an `x` of which the entries at `there` are arguments of the whole program.
 
-    A rerun waits with a copy of what it starts from, and XLA would copy arguments at once. So a rerun reads them only
-    if a flag says so, and the flag waits.
+    What a rerun starts from is copied in order to wait, and XLA would copy arguments at the beginning. So the rerun
+    reads arguments directly, under a flag that is always true, and the flag waits.
     """
     if not there:
         return run_again(run, consts, x, loops=loops)
@@ -165,10 +169,10 @@ def _rerun(run: Run, there: Sequence[int], consts: Leaves, x: Leaves, loops: boo
 
 
 def _with_values(layer: Layer, known: Sequence[Any]) -> Run:
-    """The layer called with the values of some variables behind what it starts from.
+    """The layer as a function of its input followed by the values of the variables `known`.
 
-    They are put in the place of what its equations make. Those equations still say what the derivatives are, and as
-    nobody reads their results, XLA drops them.
+    These values replace what its equations compute. The equations still define the derivatives, and since nobody reads
+    their results, XLA drops them.
     """
     jaxpr = layer.jaxpr
     steps = [
@@ -189,7 +193,7 @@ def _with_values(layer: Layer, known: Sequence[Any]) -> Run:
 
 @jax.custom_jvp
 def _instead(made: Any, given: Any) -> Any:
-    """The value of one, the derivative of the other."""
+    """The value of `given`, with the derivative of `made`."""
     del made
     return given
 

@@ -1,9 +1,9 @@
-"""A loss function, traced once and cut into its blocks and what is between them.
+"""A loss function, traced once and cut into parts: its blocks and what lies between them.
 
-Blocks are not looked for in the program's text but in its equations. An equation that reads a block's parameters is the
-block's. So are all from the first of them to the last, for a model calls its blocks one after the other. Between two
-blocks the cut is where the fewest bytes are alive. Equations on parameters alone (a change of precision, a mask) are
-no part of that order: they are made wherever they are read.
+Blocks are found in the program's equations, not in its text. An equation that reads a block's parameters belongs to the
+block, and so do all equations between the first of them and the last, because a model calls its blocks one after
+another. Between two blocks the cut is where the fewest bytes are alive. Equations on parameters alone (a change of
+precision, a mask) have no place in that order: they are computed in every part that reads their results.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ OUTSIDE, LOSS = "(outside)", "(loss)"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelPart:
-    """A stretch of the loss: a block, or what is before, between or after them.
+    """A part of the loss: a block, or what lies before, between or after blocks.
 
     Attributes:
-        name: the block's, or one in parentheses.
-        role: whether it is a block.
+        name: the block's name, or one in parentheses.
+        role: a block, or not.
         layer: its equations. The parameters that it reads are its constvars.
-        weights: variables of those parameters in the whole.
-        given: variables of what else it reads.
-        made: variables of what it makes for later parts, or as a result.
+        weights: the variables of those parameters in the whole model.
+        given: the variables of everything else that it reads.
+        made: the variables that it computes for later parts, or as a result of the model.
     """
 
     name: str
@@ -54,16 +54,17 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """A loss function on flat leaves: parameters, other arrays among its arguments, what it closes over.
+    """A loss function on flat leaves: parameters, other array arguments, and constants that it closes over.
 
     Attributes:
-        parts: in order.
-        weights: variables of the parameters.
-        others: variables of the other arguments, and of what it closes over.
-        results: variables or literals of its results.
-        leaves: what to call it with, in the order of `weights` and `others`.
-        tree: the form of the results.
-        unread: blocks that no equation is of alone: nothing reads them, or one loop reads several of them.
+        parts: its parts, in order.
+        weights: the variables of the parameters.
+        others: the variables of the other arguments and of the constants.
+        results: the variables or literals of its results.
+        leaves: the values of `weights` and `others`, in this order.
+        tree: the structure of the results.
+        unread: blocks without an equation of their own: nothing reads their parameters, or one loop reads those of
+            several blocks.
     """
 
     parts: tuple[ModelPart, ...]
@@ -76,14 +77,14 @@ class Model:
 
 
 def trace_model(loss: Any, params: Any, args: Any, kwargs: Any, names: Sequence[str]) -> Model:
-    """Trace `loss(params, *args, **kwargs)` and cut it.
+    """Trace `loss(params, *args, **kwargs)` and cut it into parts.
 
     Args:
         loss: a pure function.
-        params: its first argument, any pytree; what is no array in it is part of the program, as in equinox.
-        args: its other arguments.
-        kwargs: and those by name.
-        names: of its blocks.
+        params: its first argument, any pytree; leaves that are not arrays are part of the program, as in equinox.
+        args: its other positional arguments.
+        kwargs: its keyword arguments.
+        names: the names of its blocks.
     """
     function(loss, "loss")
     tree: Any
@@ -116,7 +117,7 @@ def trace_model(loss: Any, params: Any, args: Any, kwargs: Any, names: Sequence[
 
 
 def opened(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The same with calls of jitted functions replaced by what they do, so that blocks inside of them are seen."""
+    """The jaxpr with calls of jitted functions inlined, so that blocks inside them are found."""
     eqns: list[Any] = []
 
     def add(inner: core.Jaxpr, known: dict[Any, Any]) -> list[Any]:
@@ -136,7 +137,7 @@ def opened(jaxpr: core.Jaxpr) -> core.Jaxpr:
 
 
 def _opens(eqn: Any) -> bool:
-    """Whether it is the call of a jitted function that says nothing about devices."""
+    """Whether an equation is the call of a jitted function that specifies no sharding."""
     if eqn.primitive.name != "jit" or eqn.params["jaxpr"].consts:
         return False
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
@@ -145,16 +146,16 @@ def _opens(eqn: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Order:
-    """The equations of a jaxpr that are cut, in order, and those that are not.
+    """The equations of a jaxpr that are cut into parts, in order, and those that are set aside.
 
     Attributes:
-        jaxpr: all of them.
-        weights: variables of the parameters.
-        eqns: equations that read more than parameters. A place is an index into these.
-        touched: for each of those the block whose parameters it reads, `_NO_BLOCK` if they are of no block or of
-            several, None if it reads none.
-        aside: what is made of parameters and numbers alone, each with the equation that makes it.
-        last: the last place that reads a variable; results are read at the end.
+        jaxpr: all equations.
+        weights: the variables of the parameters.
+        eqns: the equations that depend on more than parameters. A place is an index into these.
+        touched: for each of those the block whose parameters it reads; `_NO_BLOCK` if these belong to no block or to
+            several, None if it reads no parameters.
+        aside: the variables that depend on parameters and constants alone, each with the equation that computes it.
+        last: for each variable the last place that reads it; results are read at the end.
     """
 
     jaxpr: core.Jaxpr
@@ -169,8 +170,8 @@ _NO_BLOCK = ""
 
 
 def _ordered(jaxpr: core.Jaxpr, belongs: Mapping[Any, str | None]) -> _Order:
-    """A jaxpr's equations; `belongs` says of each parameter which block it is of."""
-    # What is made of parameters alone belongs to whom they belong to.
+    """A jaxpr's equations, in order; `belongs` has the block of each parameter."""
+    # A value that depends on parameters alone has the blocks of all of these.
     labels = {var: frozenset([name or _NO_BLOCK]) for var, name in belongs.items()}
     eqns: list[Any] = []
     touched: list[str | None] = []
@@ -193,7 +194,7 @@ def _ordered(jaxpr: core.Jaxpr, belongs: Mapping[Any, str | None]) -> _Order:
 
 
 def _single(blocks: frozenset[str]) -> str | None:
-    """The one block among those touched; `_NO_BLOCK` if there is none or are several, None if nothing is touched."""
+    """The only block in `blocks`; `_NO_BLOCK` if there is none or more than one, None if no parameter was read."""
     own = blocks - {_NO_BLOCK}
     if len(own) == 1:
         return next(iter(own))
@@ -201,7 +202,7 @@ def _single(blocks: frozenset[str]) -> str | None:
 
 
 def _cut(order: _Order) -> list[ModelPart]:
-    """The parts in order; only one, the loss, if there is no block."""
+    """The parts, in order; only the loss if there are no blocks."""
     ranges = _block_ranges(order)
     names = [OUTSIDE, *_numbered([block.name for block in ranges]), LOSS]
     roles = [Role.BETWEEN, *[Role.BLOCK] * len(ranges), Role.LOSS]
@@ -212,7 +213,7 @@ def _cut(order: _Order) -> list[ModelPart]:
 
 @dataclass(frozen=True, slots=True)
 class _BlockRange:
-    """One call of a block: equations [start, stop), from the first to the last that read its parameters alone."""
+    """One call of a block: equations [start, stop), from the first to the last that read parameters of this block."""
 
     name: str
     start: int
@@ -229,10 +230,10 @@ def _block_ranges(order: _Order) -> list[_BlockRange]:
 
 
 def _cuts(order: _Order, blocks: Sequence[_BlockRange]) -> list[int]:
-    """Where each block begins, and where the last one ends; 0 if there is none.
+    """The places where blocks begin, and where the last one ends; [0] if there are no blocks.
 
-    Between two blocks, the cut is where the fewest bytes are alive. Before the first and behind the last, equations
-    that read parameters of no block stay outside.
+    Between two blocks, the cut is where the fewest bytes are alive. Before the first and after the last block,
+    equations that read parameters of no block stay outside.
     """
     if not blocks:
         return [0]
@@ -248,7 +249,7 @@ def _cuts(order: _Order, blocks: Sequence[_BlockRange]) -> list[int]:
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
-    """A block that is called again gets the number of the call."""
+    """The names of blocks in order of their calls; from its second call on, a block gets the number of the call."""
     seen: dict[str, int] = {}
     numbered = []
     for name in names:
@@ -258,7 +259,7 @@ def _numbered(names: Sequence[str]) -> list[str]:
 
 
 def _alive(order: _Order) -> list[int]:
-    """For each place in the order, the bytes that are made before it and read behind it."""
+    """For each place, the bytes that are computed before it and read at it or later."""
     change = [0] * (len(order.eqns) + 2)
     for place, eqn in enumerate(order.eqns):
         for var in eqn.outvars:
@@ -274,7 +275,7 @@ def _lowest(alive: Sequence[int], start: int, stop: int) -> int:
 
 
 def _first_low(alive: Sequence[int], start: int, stop: int) -> int:
-    """Where the bytes alive stop falling, from `start` on."""
+    """The place, from `start` on, at which the bytes alive stop falling."""
     place = start
     while place < stop and alive[place + 1] < alive[place]:
         place += 1
@@ -282,7 +283,7 @@ def _first_low(alive: Sequence[int], start: int, stop: int) -> int:
 
 
 def _part(order: _Order, name: str, role: Role, start: int, stop: int) -> ModelPart:
-    """The part of the equations [start, stop), with those on parameters alone that it reads."""
+    """The part of equations [start, stop), with the equations on parameters alone whose results it reads."""
     mine, out = order.eqns[start:stop], _results(order, start, stop)
     eqns = [*_prepared(order, [*_read(mine), *out]), *mine]
     inside = {*_made(eqns)}
@@ -302,9 +303,9 @@ def _part(order: _Order, name: str, role: Role, start: int, stop: int) -> ModelP
 
 
 def _results(order: _Order, start: int, stop: int) -> list[Any]:
-    """What the equations [start, stop) make for those behind them, or as a result of the whole.
+    """The variables that equations [start, stop) compute for later ones, or as results of the model.
 
-    Results that are made of parameters alone are made by no part, so the last one makes them.
+    Results that depend on parameters alone belong to no part, so the last part computes them.
     """
     out = [var for var in _made(order.eqns[start:stop]) if order.last.get(var, 0) >= stop]
     if stop == len(order.eqns):
@@ -321,7 +322,7 @@ def _made(eqns: Iterable[Any]) -> list[Any]:
 
 
 def _prepared(order: _Order, wanted: Iterable[Any]) -> list[Any]:
-    """The equations, in order, that make of parameters alone what is wanted."""
+    """The equations on parameters alone, in order, that are needed to compute `wanted`."""
     needed: dict[int, Any] = {}
     todo = [var for var in wanted if var in order.aside]
     while todo:

@@ -1,4 +1,4 @@
-"""A whole model in bounded memory: which of its blocks are run again is planned from a peak."""
+"""A whole model in bounded memory: a peak decides which of its blocks are run again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowtide.plan import Knob, Plan
 from lowtide.planners.blocks import Blocks, block_frontier
 from lowtide.sizes import check_budget
 
-_MOST_SHOWN = 6  # names in a note or an error
+_MOST_SHOWN = 6  # names in a note or an error message
 
 
 def plan_model(
@@ -38,29 +38,31 @@ def plan_model(
 ) -> Plan:
     """The plan for a training step on `loss(params, *args, **kwargs)` that takes at most `peak` bytes. See `apply`.
 
-    For each block of the model it says whether its tape is kept, or the block is run again in the backward, all of it
-    or but for some values: those with a `checkpoint_name`, or products of arrays. The choice has the fewest
-    operations found whose program, as XLA compiles it here, keeps the peak. Mostly two to five programs are compiled
-    for it, twice as many with an optimizer, and more before an error. Nothing is run or allocated: types are enough.
+    For each block of the model, the plan keeps its tape or runs it again in the backward, either completely or except
+    for some values: those with a `checkpoint_name`, or products of arrays. Of the choices found whose program, as XLA
+    compiles it here, stays within the peak, it has the fewest operations. Usually two to five programs are compiled for
+    it, twice as many with an optimizer, and more before an error. Nothing is run or allocated: types are enough.
 
-    A block is all that is computed with the parameters of one entry of a list in `params`: of `params["blocks"]`, of an
-    equinox model's `layers`. Nothing has to be marked in the loss. Which blocks were found, and what could not be
-    planned, is in the plan's notes.
+    A block is everything that is computed with the parameters of one entry of a list in `params`, such as
+    `params["blocks"]` or an equinox model's `layers`. Nothing has to be marked in the loss. The plan's notes say which
+    blocks were found and what could not be planned.
 
     Args:
-        loss: a pure function that returns one float; the same that is handed to `jax.value_and_grad`.
-        params: what gradients are taken of, any pytree of arrays, or an equinox model; `jax.ShapeDtypeStruct`s will do.
-        args: its other arguments; so may these. What is no array is part of the program, in `params` too.
-        peak: bytes for all that `memory_analysis()` counts in the compiled step: arguments (parameters, optimizer
-            state, data), results (gradients) and temporaries. 8589934592, "8GiB", or "60%" of the plain step.
+        loss: a pure function that returns one float, as for `jax.value_and_grad`.
+        params: what gradients are taken with respect to: any pytree of arrays or `jax.ShapeDtypeStruct`s, or an equinox
+            model.
+        args: its other arguments, which may be `jax.ShapeDtypeStruct`s, too. Leaves that are not arrays are part of the
+            program, also in `params`.
+        peak: bytes for everything that `memory_analysis()` counts in the compiled step: arguments (parameters,
+            optimizer state, data), results (gradients) and temporaries. 8589934592, "8GiB", or "60%" of the plain step.
         blocks: names of blocks or patterns for them ("layers.*"); None for entries of lists that are alike.
-        optimizer: an optimizer as optax makes them, whose `update` is then part of the step.
-        has_aux: the loss returns a pair, as for `jax.value_and_grad`.
-        donate: with an optimizer, parameters and its state are donated (`donate_argnums`); False if yours are not.
-        kwargs: arguments of the loss by name.
+        optimizer: an optax optimizer, whose `update` is then part of the step.
+        has_aux: whether the loss returns a pair, as for `jax.value_and_grad`.
+        donate: whether, with an optimizer, parameters and optimizer state are donated (`donate_argnums`).
+        kwargs: keyword arguments of the loss.
 
     Raises:
-        BudgetError: no plan keeps the peak; `.least` is the smallest that was compiled, and works.
+        BudgetError: no plan stays within the peak; `.least` is the smallest one that was compiled, and works.
         InputError: an argument cannot be used.
     """
     check_budget(peak, "peak")
@@ -83,16 +85,16 @@ def plan_model(
 def apply(plan: Plan, loss: Callable[..., Any]) -> Callable[..., Any]:
     """The loss function with the plan's blocks run again in the backward: same arguments, same result, same gradients.
 
-    Use it wherever the loss was used, under `jit`, `value_and_grad`, `vmap` or equinox's filters. It is another
-    function; nothing is changed. The plan's bytes are for the shapes that it was made for; other shapes work too. Each
-    call outside of `jit` is traced anew.
+    Use the result wherever the loss was used, under `jit`, `value_and_grad`, `vmap` or equinox's filters; `loss` itself
+    is not changed. The plan's bytes are for the shapes that it was made for; other shapes work too. Each call outside
+    of `jit` is traced again.
 
     Args:
         plan: what `plan_model` returned.
         loss: the function that it was made for.
 
     Raises:
-        InputError: the plan is not for this function; also raised when the result is called.
+        InputError: the plan is not for this function; may also be raised when the result is called.
     """
     function(loss, "loss")
     if not isinstance(plan, Plan) or not isinstance(plan.schedule, Blocks):
@@ -118,7 +120,7 @@ def apply(plan: Plan, loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chosen(model: Model, wanted: list[tuple[str, Form | None]], blocks: list[str]) -> list[BlockForm]:
-    """The form of each part, as the plan says of its blocks and of what is between them."""
+    """The form of each part of the model, by the names and forms in the plan."""
     menus = [{entry.form: entry for entry in forms(part)} for part in model.parts]
     alike = [part.name for part in model.parts] == [name for name, _ in wanted]
     if not alike or any(form not in menu for menu, (_, form) in zip(menus, wanted, strict=True)):
@@ -131,7 +133,7 @@ def _chosen(model: Model, wanted: list[tuple[str, Form | None]], blocks: list[st
 
 
 def _notes(fit: Fit, model: Model, unread: list[str], donated: bool) -> list[str]:
-    """What was planned and what was not, in sentences."""
+    """The plan's notes: sentences that say what was planned and what was not."""
     count = sum(part.is_block for part in model.parts)
     taken = (
         f"XLA allocates {fit.taken:,} B for this step on {jax.default_backend()}, and {fit.plain:,} B if all is kept: "
@@ -164,6 +166,6 @@ def _notes(fit: Fit, model: Model, unread: list[str], donated: bool) -> list[str
 
 
 def _few(names: list[str]) -> str:
-    """The names, of which the first will do where there are many."""
+    """The names as text; only the first ones if there are many."""
     more = len(names) - _MOST_SHOWN
     return ", ".join(names[:_MOST_SHOWN]) + (f" and {more:,} more" if more > 0 else "") if names else "none"

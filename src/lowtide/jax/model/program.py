@@ -1,6 +1,6 @@
-"""The training step that a plan is for, compiled: the loss with its gradients, and an optimizer's step if there is one.
+"""The compiled training step that a plan is for: the loss, its gradients, and the optimizer's step if there is one.
 
-Nothing is run or allocated. What XLA would allocate is what a peak is held against.
+Nothing is run or allocated. A peak is compared with what XLA would allocate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowtide.jax.xla.jaxprs import Leaves, is_float, nbytes, replaced
 
 
 class Program:
-    """The training step of a model, for one choice of forms or another."""
+    """The training step of a model, for any choice of forms."""
 
     def __init__(self, model: Model, params: Any, *, has_aux: bool, optimizer: Any, donate: bool) -> None:
         self._model, self._optimizer, self._donate = model, optimizer, donate
@@ -37,7 +37,7 @@ class Program:
         self._state = None if optimizer is None else jax.eval_shape(optimizer.init, tree)
 
     def resident(self) -> ResidentBytes:
-        """Bytes that are there whatever is planned."""
+        """The bytes that are held with any plan."""
         types = self._types
         weights, rest = ([types[k] for k in places] for places in (self._moving, self._rest))
         results = nbytes(var.aval for var in self._model.results)
@@ -54,10 +54,10 @@ class Program:
         )
 
     def bytes(self, chosen: Sequence[BlockForm]) -> int:
-        """What XLA allocates for arguments, results and all between.
+        """The bytes that XLA allocates for arguments, results and temporaries.
 
-        It computes results in the order in which a program returns them, and an optimizer's state may come before the
-        parameters or behind them. Nobody knows which, so it is the larger of both.
+        XLA computes results in the order in which a program returns them, and the user's program may return the
+        optimizer's state before or after the parameters. That is not known, so both are compiled and the larger counts.
         """
         run = model_runner(self._model, chosen)
         return max(self._allocated(run, state_first) for state_first in (False, True)[: 1 + self._updates])
@@ -103,7 +103,7 @@ def _type(leaf: Any) -> Any:
 
 
 def _check(model: Model, has_aux: bool) -> None:
-    """Refuse what has no gradient."""
+    """Refuse a loss that does not return one float, or returns more without `has_aux`."""
     value = model.results[0].aval if model.results else None
     if value is None or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
         found = "nothing" if value is None else value.str_short()

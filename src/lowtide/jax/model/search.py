@@ -1,4 +1,4 @@
-"""The fastest choice of forms whose compiled program keeps the peak."""
+"""The search for the fastest choice of forms whose compiled program stays within the peak."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from lowtide.jax.model.program import Program
 from lowtide.planners.blocks import Blocks, choose_blocks, least_peak
 from lowtide.sizes import parse_budget
 
-_MOST_COMPILED = 6  # choices that are compiled to come near the peak
-# What is least on paper is not always least when compiled, so these multiples of it are compiled before giving up.
+_MOST_COMPILED = 6  # choices that are compiled in search of one that nearly fills the peak
+# The choice with the least estimate is not always the least when compiled, so choices for these multiples of the least
+# estimate are compiled before giving up.
 _MULTIPLES_OF_LEAST = (1.0, 1.1, 1.25)
 
 Options = tuple[int, ...]
@@ -22,16 +23,16 @@ Options = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What was found.
+    """The result of a search.
 
     Attributes:
-        options: an entry of its menu for each step of the chain.
-        chain: the parts as a chain; on it the options take what was compiled.
+        options: for each step of the chain, the entry of its menu.
+        chain: the parts as a chain, on which the options take the bytes of their compiled program.
         peak: the bytes that were asked for.
-        taken: bytes of the compiled program.
-        plain: of the one that keeps everything.
-        again: of the other end, see `FormSearch`; None where it was not compiled.
-        expected: what the options were thought to take before they were compiled; None if they are an end.
+        taken: the bytes of the compiled program.
+        plain: the bytes of the program that keeps everything.
+        again: the bytes of the program at the other end (see `FormSearch`); None if it was not compiled.
+        expected: the bytes that were predicted for the options before they were compiled; None if they are an end.
     """
 
     options: Options
@@ -44,11 +45,12 @@ class Fit:
 
 
 class FormSearch:
-    """Choices for one model, each compiled when it is asked for.
+    """The choices for one model, each compiled when its bytes are needed.
 
-    What keeps everything is compiled first. It alone does not tell whether what an estimate lacks is in the tapes, and
-    goes with them, or is there whatever is chosen. So where more than half of what can be saved has to be, the other
-    end is compiled too: all blocks run again but the last, whose tape is needed at once.
+    The choice that keeps everything is compiled first. It alone does not show whether the bytes that an estimate lacks
+    belong to the tapes, and disappear with them, or are held with any choice. So if more than half of what can be saved
+    has to be saved, the other end is compiled too: all blocks run again except for the last, whose tape is needed at
+    once.
     """
 
     def __init__(self, model: Model, program: Program) -> None:
@@ -71,19 +73,19 @@ class FormSearch:
         return self._program.bytes([menu[k] for menu, k in chosen])
 
     def _end(self, options: Options) -> int:
-        """The compiled bytes of a choice at one end, for which nothing is predicted."""
+        """Compile a choice at one end, for which nothing is predicted; its bytes."""
         self._taken[options] = self._compiled(options)
         return self._taken[options]
 
     def _bytes(self, options: Options, chain: Chain) -> int:
-        """The compiled bytes of a choice; what the chain predicts for it is noted before."""
+        """The compiled bytes of a choice; before it is compiled, the chain's prediction is recorded."""
         if options not in self._taken:
             self._expected[options] = Blocks(options).bill(chain).peak_memory
             self._end(options)
         return self._taken[options]
 
     def _agreeing(self, options: Options) -> Chain:
-        """The chain on which a choice takes what was compiled, and so does the one that keeps everything."""
+        """The chain on which this choice, and the one that keeps everything, take the bytes that were compiled."""
         points = {choice: self._taken[choice] for choice in (self._kept, options)}
         return calibrated(self._rows, self._resident, *points.items())
 
@@ -91,10 +93,10 @@ class FormSearch:
         return Blocks(options).bill(self._chain).seconds
 
     def within(self, peak: int | str) -> Fit:
-        """The fastest choice found that keeps a peak.
+        """The fastest choice found within a peak.
 
         Raises:
-            BudgetError: none does; `.least` is the smallest that was compiled.
+            BudgetError: none is within the peak; `.least` is the smallest number of bytes that was compiled.
         """
         limit = parse_budget(peak, self.plain, "peak")
         options = self._kept if self.plain <= limit else self._upper(limit) or self._lower(limit)
@@ -103,17 +105,17 @@ class FormSearch:
         return Fit(options, self._agreeing(options), limit, taken, self.plain, again, expected)
 
     def _upper(self, limit: int) -> Options | None:
-        """The fastest choice seen within a limit that is closer to keeping everything than to the least."""
+        """The fastest choice seen within the limit, if that is closer to keeping everything than to the least."""
         return self._near(limit, self._chain) if 2 * limit > self.plain + least_peak(self._chain) else None
 
     def _lower(self, limit: int) -> Options:
-        """The same where it is closer to the least, or where no choice was seen."""
+        """The fastest choice seen within a limit that is closer to the least, or for which no choice was seen."""
         self._end(self._again)
         chain = self._agreeing(self._again)
         return self._near(limit, chain) or self._small(limit, chain)
 
     def _near(self, limit: int, chain: Chain) -> Options | None:
-        """The fastest choice seen that keeps the limit, on the way from this chain to one that nearly fills it."""
+        """The fastest choice within the limit that is seen in the search, from this chain on, for one that fills it."""
         seen = set[Options]()
         for _ in range(_MOST_COMPILED):
             options = choose_blocks(chain, max(limit, least_peak(chain)))
@@ -125,9 +127,9 @@ class FormSearch:
         return min((options for options in seen if self._taken[options] <= limit), key=self._seconds, default=None)
 
     def _small(self, limit: int, chain: Chain) -> Options:
-        """The same choices whatever the limit, so that the least of them works when it is asked for."""
+        """The fastest of small choices that do not depend on the limit, so that the least works when asked for."""
         found: list[Options] = [choose_blocks(chain, int(share * least_peak(chain))) for share in _MULTIPLES_OF_LEAST]
-        self._end(self._every)  # to run the last block again too may take more or less: XLA orders it differently
+        self._end(self._every)  # rerunning the last block too may take more or less: XLA orders the program differently
         found += [self._kept, self._again, self._every]
         least = min(self._bytes(options, chain) for options in found)
         while (smaller := self._near(least - 1, chain)) is not None:

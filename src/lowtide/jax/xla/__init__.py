@@ -1,5 +1,5 @@
-"""What XLA makes of a program: dependencies in jaxprs, buffers, linear maps, and what is stored.
+"""What XLA makes of a program: dependencies in jaxprs, buffers, linear maps, and the arrays that are stored.
 
-In: jaxprs and types. Out: primitives that the rest is built from, and bytes: estimated (`memory`), or found by
-compiling (`compiled`). Imports the core only.
+In: jaxprs and types. Out: primitives that the other folders build on, and bytes: estimated (`memory`), or found by
+compiling (`compiled`). Imports: the core.
 """

@@ -1,4 +1,4 @@
-"""Rows of arrays that a loop writes and reads in place, one list entry for each leaf."""
+"""Buffers whose rows a loop writes and reads in place: lists of arrays, one for each leaf."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lowtide.jax.xla.jaxprs import Leaves, replaced
 
 
 def zeros(aval: Any, *rows: int) -> Any:
-    """Zeros of a type, with leading axes for rows; spread over devices and mapped axes as the type says."""
+    """Zeros of a type, with leading axes for rows; sharded, and varying over manual axes, as the type says."""
     shape = (*rows, *aval.shape)
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        # Random keys: there is no zero, so an arbitrary key stands in.
+        # Random keys have no zero, so an arbitrary key takes its place.
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, aval.dtype))
         blank = jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=aval.dtype._impl)
     else:
@@ -28,7 +28,7 @@ def zeros(aval: Any, *rows: int) -> Any:
 
 
 def _spread(aval: Any, rows: int) -> Any:
-    """How rows of a type are spread over devices, where the type says so."""
+    """The sharding of rows of a type over devices, where the type has an explicit one."""
     sharding = aval.sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
@@ -36,31 +36,31 @@ def _spread(aval: Any, rows: int) -> Any:
 
 
 def buffers(avals: Sequence[Any], rows: int) -> Leaves:
-    """Room for a number of rows of each type."""
+    """A buffer of `rows` rows for each type."""
     return [zeros(aval, rows) for aval in avals]
 
 
 def read(leaves: Sequence[Any], row: Any) -> Leaves:
-    """One row of each."""
+    """One row of each buffer."""
     return [lax.dynamic_index_in_dim(leaf, row, keepdims=False) for leaf in leaves]
 
 
 def write(leaves: Sequence[Any], row: Any, values: Sequence[Any]) -> Leaves:
-    """The same with one row replaced."""
+    """The buffers with one row replaced."""
     pairs = zip(leaves, values, strict=True)
     return [lax.dynamic_update_index_in_dim(leaf, value, row, 0) for leaf, value in pairs]
 
 
 def instantiated(cotangent: Any, aval: Any) -> Any:
-    """A cotangent as an array, where it may be known to be zero."""
+    """A cotangent as an array, also if it is a symbolic zero."""
     return zeros(aval) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def added(one: Leaves, other: Leaves) -> Leaves:
-    """Leaf by leaf."""
+    """The sums, leaf by leaf."""
     return [a + b for a, b in zip(one, other, strict=True)]
 
 
 def with_zeros(leaves: Leaves, places: tuple[int, ...], tangents: Leaves) -> Leaves:
-    """Tangents for all leaves, zero but for those at `places`."""
+    """Tangents for all leaves: the given ones at `places`, symbolic zeros elsewhere."""
     return replaced([zero_from_primal(leaf, symbolic_zeros=True) for leaf in leaves], places, tangents)

@@ -1,6 +1,6 @@
-"""What depends on what inside a jaxpr, and what it holds while it runs.
+"""Dependencies between the variables of a jaxpr, and the bytes that it holds while it runs.
 
-Equations are taken whole: a result depends on all that its equation reads.
+Equations are not looked into: each result depends on everything that its equation reads.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Leaves = list[Any]
 
 
 def names(text: str) -> frozenset[str]:
-    """The names of primitives in a text."""
+    """The names of primitives, written as one text."""
     return frozenset(text.split())
 
 
 PRODUCTS = names("dot_general ragged_dot_general conv_general_dilated")  # of whole arrays
-# Operations whose results are stored; the rest is made on the fly where it is read.
+# Operations whose results are stored; the results of all others are computed on the fly where they are read.
 _STORED = PRODUCTS | names(
     "scatter scatter-add gather sort cumsum cumprod cummax cummin cumlogsumexp reduce_sum reduce_max reduce_min "
     "reduce_prod argmax argmin reduce_and reduce_or reduce_precision scan while cond dynamic_update_slice concatenate "
@@ -35,12 +35,12 @@ def nbytes(avals: Iterable[Any]) -> int:
 
 
 def variables(vars_: Iterable[Any]) -> list[Any]:
-    """Those that are no literals."""
+    """The variables among these, without literals."""
     return [var for var in vars_ if isinstance(var, core.Var)]
 
 
 def invariant(jaxpr: core.Jaxpr, given: Iterable[Any]) -> set[Any]:
-    """The variables that are made of `given` and constants alone, and by nothing with a side effect."""
+    """The variables that depend on `given` and constants alone, and on no equation with a side effect."""
     known = {*given, *jaxpr.constvars}
     for eqn in jaxpr.eqns:
         if not eqn.effects and known.issuperset(variables(eqn.invars)):
@@ -49,7 +49,7 @@ def invariant(jaxpr: core.Jaxpr, given: Iterable[Any]) -> set[Any]:
 
 
 def needed_for(jaxpr: core.Jaxpr, wanted: Iterable[Any]) -> list[Any]:
-    """The equations that make `wanted`, in order."""
+    """The equations that are needed to compute `wanted`, in order."""
     missing = set(variables(wanted))
     eqns = []
     for eqn in reversed(jaxpr.eqns):
@@ -65,7 +65,7 @@ def is_float(aval: Any) -> bool:
 
 
 def depends(jaxpr: core.Jaxpr, given: Iterable[Any]) -> list[bool]:
-    """For each result whether a gradient may flow to it from any of `given`."""
+    """For each result, whether a gradient may flow to it from any of `given`."""
     moving = set(given)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "stop_gradient" and moving.intersection(variables(eqn.invars)):
@@ -74,7 +74,7 @@ def depends(jaxpr: core.Jaxpr, given: Iterable[Any]) -> list[bool]:
 
 
 def holds_complex(jaxpr: core.Jaxpr) -> bool:
-    """Whether there are complex numbers in it."""
+    """Whether the jaxpr has complex numbers anywhere in it."""
     made: list[Any] = [var.aval for eqn in jaxpr.eqns for var in eqn.outvars]
     given: list[Any] = [var.aval for var in (*jaxpr.constvars, *jaxpr.invars)]
     return any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in (*given, *made)) or any(
@@ -83,7 +83,7 @@ def holds_complex(jaxpr: core.Jaxpr) -> bool:
 
 
 def has_loop(jaxpr: core.Jaxpr) -> bool:
-    """Whether there is a loop in it."""
+    """Whether the jaxpr has a loop anywhere in it."""
     return any(
         eqn.primitive.name in ("scan", "while") or any(map(has_loop, core.jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
@@ -91,15 +91,16 @@ def has_loop(jaxpr: core.Jaxpr) -> bool:
 
 
 def transient(jaxpr: core.Jaxpr) -> int:
-    """Most bytes of results that are stored at once while the equations run in order; an estimate.
+    """An estimate of the most bytes of results that are stored at once while the equations run in order.
 
-    XLA joins cheap operations into one pass over memory, so only results of the others count, while they are needed.
+    XLA fuses cheap operations into one pass over memory, so only results of the others count, as long as they are
+    needed.
     """
     return _transient(jaxpr)[0]
 
 
 def _transient(jaxpr: core.Jaxpr) -> tuple[int, list[bool]]:
-    """The same, and which of the jaxpr's results are stored."""
+    """The bytes of `transient`, and for each of the jaxpr's results whether it is stored."""
     last, read_whole = _last_reads(jaxpr), _read_by_products(jaxpr)
     stored: dict[Any, int] = {}
     peak = 0
@@ -114,19 +115,19 @@ def _transient(jaxpr: core.Jaxpr) -> tuple[int, list[bool]]:
 
 
 def _last_reads(jaxpr: core.Jaxpr) -> dict[Any, int]:
-    """For each variable the place of the last equation that reads it; results are read at the end."""
+    """For each variable the index of the last equation that reads it; results are read at the end."""
     last = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in variables(eqn.invars)}
     last.update(dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns)))
     return last
 
 
 def _read_by_products(jaxpr: core.Jaxpr) -> set[Any]:
-    """What products read: they run over it many times, so it is stored, whatever makes it."""
+    """The inputs of products: a product reads them many times, so they are stored, whatever makes them."""
     return {var for eqn in jaxpr.eqns if eqn.primitive.name in PRODUCTS for var in variables(eqn.invars)}
 
 
 def _stored_results(eqn: Any, inner: Sequence[tuple[int, list[bool]]]) -> list[bool]:
-    """Which results of an equation are stored; a call, whose results are those of its jaxpr, stores what that does."""
+    """For each result of an equation, whether it is stored; the results of a call are those of its jaxpr."""
     count = len(eqn.outvars)
     if eqn.primitive.name in _STORED:
         return [True] * count
@@ -134,7 +135,7 @@ def _stored_results(eqn: Any, inner: Sequence[tuple[int, list[bool]]]) -> list[b
 
 
 def call(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> Leaves:
-    """Run a jaxpr with what it closes over."""
+    """Run a jaxpr with the values of its constants and arguments."""
     results: Leaves = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(consts)))(*args)
     return results
 

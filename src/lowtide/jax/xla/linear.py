@@ -1,9 +1,9 @@
-"""Two primitives that say what differentiation may do with a loop.
+"""Two primitives that define how a loop is differentiated.
 
-`apply` is a linear map with a transpose of its own. Forward mode runs the map; reverse mode, which transposes it, runs
-what was given as its transpose. `jax.custom_vjp` would have the transpose alone and refuse forward mode.
+`apply` is a linear map with a given transpose. Forward mode runs the map; reverse mode, which transposes it, runs the
+given transpose. `jax.custom_vjp` has only the transpose, and refuses forward mode.
 
-`once` is the identity on results that cannot be differentiated backwards again; it says so where somebody tries.
+`once` is the identity on results that have no further derivative in reverse mode; taking one is an error.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Leaves = list[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearMap:
-    """`forward(residuals, tangents)` is linear in the tangents, `backward(residuals, cotangents)` its transpose.
+    """`forward(residuals, tangents)` is linear in the tangents, `backward(residuals, cotangents)` is its transpose.
 
-    The backward may get a `SymbolicZero` for a cotangent. Neither closes over values of a trace.
+    The backward may get a `SymbolicZero` as a cotangent. Neither function closes over values of a trace.
     """
 
     forward: Callable[[Leaves, Leaves], Leaves]
@@ -35,7 +35,7 @@ class LinearMap:
 
 
 def apply(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any], like: Sequence[Any]) -> Leaves:
-    """The map's results, which are of the types of `like`."""
+    """The map's results, which have the types of `like`."""
     types = tuple(jax.typeof(leaf).strip_weak_type() for leaf in like)
     results: Leaves = _apply_p.bind(*residuals, *tangents, linear=linear, count=len(residuals), types=types)
     return results
@@ -51,6 +51,7 @@ def _forward(*args: Any, linear: LinearMap, count: int, types: tuple[Any, ...]) 
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Leaves, Leaves]:
+    """Forward mode over the map, by JAX's own: the map is linear in the tangents, but not in the residuals."""
     moving = [k for k, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
     def forward(*some: Any) -> Leaves:
@@ -64,6 +65,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 
 def _transpose(cotangents: Sequence[Any], *args: Any, linear: LinearMap, count: int, types: tuple[Any, ...]) -> Leaves:
+    """Reverse mode: the map's own backward. Residuals are no linear inputs, so they get no cotangent."""
     residuals, tangents = args[:count], args[count:]
     given = [
         SymbolicZero(type_) if type(cotangent) is ad.Zero else cotangent
@@ -77,6 +79,11 @@ def _transpose(cotangents: Sequence[Any], *args: Any, linear: LinearMap, count: 
 def _batch(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, linear: LinearMap, count: int, types: tuple[Any, ...]
 ) -> tuple[Leaves, Leaves]:
+    """`vmap` of the map: another linear map, whose two directions are each mapped.
+
+    A symbolic zero is no array that could be mapped over, so it is taken out before the mapped backward and put back
+    inside, with the type that it has for one example.
+    """
     residuals, tangents = list(args[:count]), list(args[count:])
     tangents = [
         jnp.broadcast_to(tangent, (axis.size, *tangent.shape)) if dim is None else jnp.moveaxis(tangent, dim, 0)
@@ -113,7 +120,7 @@ mlir.register_lowering(_apply_p, mlir.lower_fun(_forward, multiple_results=True)
 
 
 def once(leaves: Leaves) -> Leaves:
-    """The same leaves, of which no reverse-mode derivative can be taken."""
+    """The same leaves, through which no derivative can be taken in reverse mode."""
     return [leaf if leaf is None else _once_p.bind(leaf) for leaf in leaves]
 
 

@@ -1,4 +1,4 @@
-"""Masks and spikes as bits: a tensor of two different numbers, one of them 0, in an eighth of a byte for each."""
+"""Masks and spikes as bits: a tensor of two different numbers, one of them 0, takes one bit for each element."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_BIT_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)  # little-endian, as numpy packs here
 
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """How a tensor is in bits, in the order of its storage: their number, its dtype, and what of it is not 0."""
+    """How a tensor is packed into bits, in the order of its storage.
+
+    Attributes:
+        count: the number of elements.
+        dtype: the tensor's dtype.
+        number: the number that the tensor has where it is not 0.
+    """
 
     count: int
     dtype: torch.dtype
     number: float
 
     def tensor(self, bits: torch.Tensor) -> torch.Tensor:
-        """The tensor again, flat, from what `bits` were."""
+        """The tensor, flat, recovered from its bits."""
         if bits.device.type == "cpu":
             ones = torch.from_numpy(np.unpackbits(bits.numpy(), count=self.count, bitorder="little"))
         else:  # pragma: no cover  (needs a GPU)
-            weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=bits.device)
+            weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=bits.device)
             ones = (bits[:, None] & weights).ne(0).view(-1)[: self.count]
         if self.dtype is torch.bool:
             return ones.to(torch.bool)
@@ -32,7 +38,7 @@ class Bits:
 
 
 def bits_of(tensor: torch.Tensor) -> tuple[Bits, torch.Tensor] | None:
-    """How the tensor is in bits, and they; None if it has other numbers than 0 and one above, or gaps."""
+    """The packing of the tensor and its bits; None if it has other numbers than 0 and one above, or gaps."""
     tensor, count = tensor.detach(), tensor.numel()
     if bytes_in_bits(tensor) is None:
         return None
@@ -51,7 +57,7 @@ def bits_of(tensor: torch.Tensor) -> tuple[Bits, torch.Tensor] | None:
 
 
 def bytes_in_bits(tensor: torch.Tensor) -> int | None:
-    """Bytes that the tensor takes in bits, if it has no other numbers than 0 and one above; None if it has gaps."""
+    """The bytes that the tensor takes in bits, if it has only 0 and one number above; None if it has gaps."""
     count = tensor.numel()
     if not count or count * tensor.element_size() != tensor.untyped_storage().nbytes():
         return None
@@ -60,9 +66,9 @@ def bytes_in_bits(tensor: torch.Tensor) -> int | None:
 
 def _packed(ones: torch.Tensor) -> torch.Tensor:
     if ones.device.type == "cpu":
-        # The clone is for `measure`, which does not see what numpy makes.
+        # Cloned so that `measure` counts it: it does not see memory that numpy allocates.
         return torch.from_numpy(np.packbits(ones.numpy(), bitorder="little")).clone()
     padded = torch.zeros(-(-len(ones) // 8) * 8, dtype=torch.uint8, device=ones.device)  # pragma: no cover
     padded[: len(ones)] = ones  # pragma: no cover  (needs a GPU)
-    weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=ones.device)  # pragma: no cover
+    weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=ones.device)  # pragma: no cover
     return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)  # pragma: no cover

@@ -1,8 +1,8 @@
-"""`lean(fn, *args)`: drop from a function's tape what is cheap to make again from the rest of it.
+"""`lean(fn, *args)`: drop from a function's tape what is cheap to recompute from the rest of it.
 
-The first call of a kind runs under a trace (`trace.py`), from which a minimum cut decides what is kept
-(`graph.py`). Later ones have a pair of saved-tensor hooks and nothing else: the pack hook knows by its count what
-to drop, the unpack hook makes it again (`tape.py`). Same kernels, same inputs: the same bits.
+The first call of a kind is traced (`trace.py`), and a minimum cut of the trace decides what is kept (`graph.py`). Later
+calls have a pair of saved-tensor hooks and nothing else: the pack hook knows by counting what to drop, the unpack hook
+recomputes it (`tape.py`). The same kernels on the same inputs return the same bits.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _hooks_are_on = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # it has no stub
 _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_FAKE_MODE_KEY = torch._C._TorchDispatchModeKey.FAKE
 
-_MOST_KINDS = 2048  # of calls that are remembered
-_MOST_VARIANTS = 8  # of one kind of call, depending on numbers
-_MISFITS_BEFORE_TRACING = 3  # calls in a row that do not go as they were traced, after which the next one is traced
-_MOST_TRACINGS_FOR_MISFITS = 3  # of one kind of call; after that, those that do not fit keep everything
+_MOST_KINDS = 2048  # of calls in the cache
+_MOST_VARIANTS = 8  # of one kind of call, which differ in numbers
+_MISFITS_BEFORE_TRACING = 3  # calls in a row that differ from the traced one, after which the next one is traced
+_MOST_TRACINGS_FOR_MISFITS = 3  # of one kind of call; after that, calls that do not fit keep everything
 
 
 def lean(
     function: Callable[..., Result], *args: Any, tape: int | str | LeanSize | None = None, **kwargs: Any
 ) -> Result:
-    """Call `function(*args, **kwargs)` and keep a smaller tape: what is cheap to make again is not kept.
+    """Call `function(*args, **kwargs)` and keep a smaller tape: what is cheap to recompute is not kept.
 
     Results and gradients are those of the plain call to the last bit. The function itself is not run again: single
-    operations are, in the backward, from what is kept. A call that does not go as the traced one did keeps everything.
+    operations are, in the backward, from what is kept. A call that differs from the traced one keeps everything.
 
     Args:
         function: what to call: a module, a method or any other function.
         args: its arguments.
-        tape: most bytes to keep: 67108864, "64MiB", or "50%" of the plain tape. The fastest way to do so is taken. None
-            drops everything that takes no matrix product, attention, convolution or random draw to make again.
-        kwargs: more arguments of the function.
+        tape: the most bytes to keep: 67108864, "64MiB", or "50%" of the plain tape; the fastest such tape is chosen.
+            None drops everything that takes no matrix product, attention, convolution or random draw to recompute.
+        kwargs: its keyword arguments.
 
     Raises:
-        BudgetError: no smaller tape of that size can be had; it names the least that works.
+        BudgetError: no tape is that small; the error names the least that works.
     """
     if _compiling() or not torch.is_grad_enabled() or recording.runs_plainly() or _steps_aside():
         return function(*args, **kwargs)
@@ -72,7 +72,7 @@ def lean(
 def lean_frontier(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[LeanPoint, ...]:
     """Every tape that `lean` can keep for such a call, from the largest and fastest to the smallest.
 
-    The function is called once, with a trace; its result is dropped.
+    The function is called once and traced; its result is discarded.
     """
     check_function(function, "function")
     with torch.enable_grad():
@@ -82,7 +82,7 @@ def lean_frontier(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tu
 
 
 def lean_menu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[LeanPoint]:
-    """Like `lean_frontier`, points that do not depend on measured times: for plans that are run elsewhere."""
+    """Like `lean_frontier`, but points that do not depend on measured times: for plans that are run elsewhere."""
     return _graph_of(function, args, kwargs).menu()
 
 
@@ -92,12 +92,12 @@ def _graph_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def can_lean(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether `lean` would do anything here."""
+    """Whether `lean` would do anything for such a call, here and now."""
     return not _steps_aside() and Guards(function, args, kwargs).is_plain
 
 
 class FoundCall(NamedTuple):
-    """What a call depends on, the kind of call that it is, and its variant; None if that was not traced yet."""
+    """What a call depends on, its kind, and its variant, which is None if it was not traced yet."""
 
     guards: Guards
     kind: _Kind
@@ -133,7 +133,7 @@ class Lean(nn.Module):
         self.tape = tape
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns; its tape is lean."""
+        """The module's result; its tape is lean."""
         return lean(self._module, *args, tape=self.tape, **kwargs)
 
     def train(self, mode: bool = True) -> Lean:
@@ -143,7 +143,7 @@ class Lean(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the module, with its names."""
+        """The module's own `state_dict`."""
         return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ class Lean(nn.Module):
         self._module._load_from_state_dict(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What the module has is the module's.
+        # An attribute that the module has is set on the module.
         module = self.__dict__.get("_module")
         if module is not None and name not in self.__dict__ and name in module.__dict__:
             setattr(module, name, value)
@@ -165,12 +165,12 @@ class Lean(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "_module":  # a copy that is being made
+            if name == "_module":  # missing in a copy that is still being made
                 raise
             return getattr(self._module, name)
 
     def extra_repr(self) -> str:
-        """What `repr` shows beside the submodules."""
+        """The text that `repr` shows beside the submodules."""
         return f"{type(self._module).__name__}, tape={self.tape!r}"
 
 
@@ -180,24 +180,28 @@ def _check_tape(tape: int | str | LeanSize | None) -> None:
 
 
 def _steps_aside() -> bool:
-    """In a transform, with fake tensors, where hooks are not allowed, or in another lean call, which covers it."""
-    if _transformed() is not None or torch._C._get_dispatch_mode(_FAKE) is not None or not _hooks_are_on():
+    """Whether `lean` does nothing here.
+
+    That is so inside a transform, with fake tensors, where hooks are not allowed, and in another lean call, which
+    covers this one.
+    """
+    if _transformed() is not None or torch._C._get_dispatch_mode(_FAKE_MODE_KEY) is not None or not _hooks_are_on():
         return True
     top = _top_hooks(False)
     return top is not None and isinstance(getattr(top[1], "__self__", None), LeanTape)
 
 
 class _Variant:
-    """Calls of a kind that run the same operations: those with these numbers, but for some that do not matter."""
+    """Calls of a kind that run the same operations: those with these numbers, some of which may be any."""
 
     def __init__(self, numbers: list[Any], graph: LeanGraph) -> None:
         self._numbers = numbers
-        self._free: set[int] = set()  # places of numbers that may be any
+        self._free: set[int] = set()  # indices of the numbers that may be any
         self.graph = graph
-        self.doubt = Doubt()  # once raised, a call is traced before this is used again
+        self.doubt = Doubt()  # once raised, a call is traced before this variant is used again
 
     def is_for(self, numbers: list[Any]) -> bool:
-        """Whether calls with these numbers are such."""
+        """Whether calls with these numbers belong to the variant."""
         if self.doubt.is_raised:
             return False
         if numbers == self._numbers:
@@ -208,7 +212,10 @@ class _Variant:
         return all(now == then or place in self._free for place, (now, then) in pairs)
 
     def takes_in(self, numbers: list[Any], graph: LeanGraph) -> bool:
-        """Whether a call with other numbers did the same operations; those that differ are not run again any more."""
+        """Whether a call with other numbers ran the same operations; if so, it joins the variant.
+
+        From then on, operations whose numbers differ are not run again.
+        """
         if len(numbers) != len(self._numbers):
             return False
         pairs = enumerate(zip(numbers, self._numbers, strict=True))
@@ -223,13 +230,13 @@ class _Variant:
 
 
 class _Kind:
-    """All calls with one key."""
+    """All calls with the same key."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._variants: list[_Variant] = []
         self._has_warned = False
-        self._misfits = 0  # one after the other
+        self._misfits = 0  # in a row
         self._tracings_for_misfits = 0
 
     def variant(self, numbers: list[Any]) -> _Variant | None:
@@ -277,7 +284,7 @@ class _Kind:
         return result
 
     def traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: FoundCall) -> LeanGraph:
-        """The graph of such a call, which is traced if none was."""
+        """The graph of such a call, which is traced if none has been."""
         return (found.variant or self._trace(function, args, kwargs, found.guards)[1]).graph
 
     def _trace(
@@ -313,7 +320,7 @@ class _Kind:
             )
 
 
-# A key knows modules by identity, and a kind holds numbers and traces only, so neither keeps a model alive.
+# A key identifies modules by `id`, and a kind holds only numbers and traces, so neither keeps a model alive.
 _kinds: Cache[_Kind] = Cache(_MOST_KINDS)
 
 

@@ -1,8 +1,8 @@
-"""From a trace to a recipe: what may be made again, what keeping costs, the frontier of all cuts, and one ready to run.
+"""From a trace to a recipe: what may be recomputed, what keeping costs, the frontier of all cuts, and one ready to run.
 
-A `LeanGraph` is a trace in the terms of the minimum cut, which `planners/cut.py` solves. A cut of it becomes a
-`Recipe`: which saved tensors are kept, which are dropped, and how each of those is made again. Not at hand, and so
-never read by a recipe, is what neither the call's arguments nor its modules nor autograd's packs hold.
+A `LeanGraph` expresses a trace in terms of a minimum cut, which `planners/cut.py` solves. A cut of it becomes a
+`Recipe`: which saved tensors are kept, which are dropped, and how each of the latter is recomputed. A recipe never
+reads a value that is held neither by the call's arguments nor by its modules nor by autograd's saved tensors (packs).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from lowtide.sizes import format_size, parse_budget
 from lowtide.torch.lean.bitmasks import bits_of, bytes_in_bits
 from lowtide.torch.lean.trace import Op, Pack, Source, StorageView, Trace
 
-_MOST_RECIPES = 64  # of one graph, each for another size of tape
-_HEAVY_OPERATION = 30  # about how many times as long as moving its bytes a heavy operation takes
-_NEGLIGIBLE_SHARE = 0.01  # of the largest saved value's bytes
+_MOST_RECIPES = 64  # cached for one graph, each for another size of tape
+_HEAVY_FACTOR = 30  # a heavy operation takes about this many times as long as moving its bytes
+_NEGLIGIBLE_SHARE = 0.01  # of the largest saved value's bytes; smaller values are not worth an operation
 
 
 class LeanSize(NamedTuple):
-    """Most bytes of a lean tape, and of what is made again at once.
+    """The most bytes of a lean tape, and of recomputed values that are alive at once.
 
-    Where no such tape can be had, because arguments are larger than planned for, that is an error if it is `strict`;
-    otherwise what is free is dropped, with a warning.
+    If no such tape exists, because arguments are larger than planned for, that is an error if `strict`; otherwise what
+    takes no heavy operation to recompute is dropped, with a warning.
     """
 
     tape: int
@@ -48,11 +48,11 @@ class LeanPoint:
     """A point of the frontier: a smaller tape for more time.
 
     Attributes:
-        tape: bytes that are kept; arguments and parameters count only if nobody else would hold them.
-        seconds: of making the rest again, as measured.
+        tape: bytes that are kept; arguments and parameters count only if nothing else would hold them.
+        seconds: the measured time of recomputing the rest.
         plain_tape: bytes of the tape that keeps everything.
-        again: the operations that run again in the backward, by name, in order.
-        is_free: whether it is what `lean` does without being told: no heavy operation runs again.
+        again: the names of the operations that run again in the backward, in order.
+        is_free: whether this is what `lean` does by default: no heavy operation runs again.
     """
 
     tape: int
@@ -64,12 +64,12 @@ class LeanPoint:
 
     @property
     def working(self) -> int:
-        """Most bytes of values that were made again and are alive at once, in one backward of the function."""
+        """The most bytes of recomputed values that are alive at once, in one backward of the function."""
         return self._most_at_once()
 
     @property
     def size(self) -> LeanSize:
-        """Its tape, and what it makes again at once: what tells it from other points of a menu."""
+        """The tape and the recomputed bytes alive at once, which identify the point in a menu."""
         return LeanSize(self.tape, self.working)
 
     def __str__(self) -> str:
@@ -80,10 +80,10 @@ class LeanPoint:
 
 
 class LeanGraph:
-    """A trace and what may be done with it.
+    """A trace as a graph to be cut, with its cuts and recipes.
 
     Args:
-        trace: what the function did.
+        trace: the record of a call.
         bits: what `sizes_in_bits` returns for it.
     """
 
@@ -93,10 +93,10 @@ class LeanGraph:
         self._packed = {pack.view.value for pack in trace.packs if pack.view is not None}
         self._recipes: Cache[Recipe] = Cache(_MOST_RECIPES)
 
-    # --- what is asked of it
+    # --- what callers ask for
 
     def recipe(self, tape: int | str | LeanSize | None) -> Recipe:
-        """The fastest recipe whose tape is so small; None: all that needs no heavy operation is dropped.
+        """The fastest recipe with a tape of at most this size; with None, the least that reruns no heavy operation.
 
         Raises:
             BudgetError: there is none.
@@ -108,17 +108,18 @@ class LeanGraph:
         return recipe
 
     def points(self) -> tuple[LeanPoint, ...]:
-        """The frontier."""
+        """The frontier, from the largest tape to the smallest."""
         return tuple(self._point(cut) for cut in self._cuts)
 
     def menu(self) -> list[LeanPoint]:
-        """Points that are the same at every time and place, by falling bytes."""
+        """Points that are the same in every process, by falling bytes."""
         return [self._point(cut) for cut in self._settled_cuts]
 
     def merged(self, other: LeanGraph, *, numbers_differ: bool) -> LeanGraph | None:
-        """Of two runs with the same operations: one in which those that differ in a number are not run again.
+        """One graph for two runs of the same operations; None if the operations differ.
 
-        Where the runs were given different numbers, that may still come for others: none that has a number is.
+        Operations whose numbers differ between the runs are not run again. If the runs were given different numbers, no
+        operation that has a number is: those that agree so far may still differ in a later call.
         """
         ours, theirs = self.trace, other.trace
         if len(ours.ops) != len(theirs.ops) or ours.given != theirs.given or ours.packs != theirs.packs:
@@ -162,12 +163,12 @@ class LeanGraph:
     def _bytes(self, tape: int | str) -> int:
         try:
             return parse_budget(tape, self._everything.bytes)
-        except InputError:  # a share of next to nothing
+        except InputError:  # a percentage that comes to less than one byte
             return 0
 
     def _point(self, cut: Cut) -> LeanPoint:
         again = tuple(self.trace.ops[index].name for index in cut.rerun)
-        # How much is made again at once takes a while to find out, for a long function.
+        # Computed only when it is asked for: for a long function it takes a while.
         working = partial(self._working, cut)
         return LeanPoint(cut.bytes, cut.seconds, self._everything.bytes, again, cut == self._light, working)
 
@@ -186,9 +187,9 @@ class LeanGraph:
 
     @cached_property
     def _light(self) -> Cut:
-        """The least bytes without a heavy operation; those of values that are next to nothing do not count.
+        """The cut with the fewest bytes without a rerun of a heavy operation; negligibly small values are kept.
 
-        No measured time is in it, so the same function has the same tape in every process.
+        It depends on no measured time, so the same function has the same tape in every process.
         """
         little = max((value.bytes for value in self._values if value.needed), default=0) * _NEGLIGIBLE_SHARE
         values = [replace(value, bytes=0, small=None) if value.bytes < little else value for value in self._unmeasured]
@@ -196,7 +197,8 @@ class LeanGraph:
 
     @cached_property
     def _cuts(self) -> tuple[Cut, ...]:
-        """The frontier, from everything kept to the least bytes."""
+        """The frontier, from everything kept to the fewest bytes."""
+        # By rising seconds, then bytes: a cut is on the frontier if it has fewer bytes than every one before it.
         cuts = sorted({*frontier(self._operations(heavy=True), self._values), self._light}, key=_price)
         better: list[Cut] = []
         for cut in cuts:
@@ -211,7 +213,7 @@ class LeanGraph:
         return sorted({self._light, *map(self._weighed, cuts)}, key=lambda cut: -cut.bytes)
 
     def _weighed(self, cut: Cut) -> Cut:
-        """A cut with the bytes and seconds that it takes."""
+        """The cut with its true bytes and seconds, in place of the weights it was found with."""
         forms = [small for place in sorted(cut.small) if (small := self._values[place].small) is not None]
         return replace(
             cut,
@@ -223,7 +225,7 @@ class LeanGraph:
 
     @cached_property
     def _numbers(self) -> list[int]:
-        """The trace's values in the order of the graph's."""
+        """The numbers of the trace's values, by their index in the graph."""
         return list(self.trace.values)
 
     @cached_property
@@ -238,17 +240,17 @@ class LeanGraph:
     def _value(self, number: int, whole: int) -> Value:
         value, packed = self.trace.values[number], number in self._packed
         if value.maker is None:
-            # Others hold it, unless it is an argument that autograd would not have saved.
+            # Something else holds it, unless it is an argument that autograd would not have saved.
             given = self.trace.given
             free = packed or number not in given or given[number][0] >= self.trace.arguments
             return Value(0 if free else value.bytes, packed)
-        # What autograd does not save cannot be kept. It is made dearer than the whole tape: a cut that kept it would
-        # cost more than to keep everything that is saved, which is always a cut, so no cheapest one does.
+        # A value that autograd does not save cannot be kept, so it costs more than the whole tape. Keeping everything
+        # that is saved is always a cut, and cheaper than one that keeps such a value: so no cheapest cut keeps it.
         return Value(value.bytes if packed else whole + 1, packed, self._bits.get(number))
 
     @cached_property
     def _unmeasured(self) -> list[Value]:
-        """The graph's values, with forms that take as many seconds as the whole has bytes."""
+        """The graph's values, whose smaller forms take as many seconds as the whole value has bytes."""
         return [
             replace(value, small=(value.small[0], float(value.bytes))) if value.small else value
             for value in self._values
@@ -257,7 +259,7 @@ class LeanGraph:
     def _operations(self, heavy: bool, *, measured: bool = True) -> list[Operation]:
         """The graph's operations; with `heavy`, matrix products and the like may run again too.
 
-        Their seconds are as measured, or, the same at every time and place, as many as they move bytes.
+        Their seconds are the measured ones, or as many as the bytes that they move, which is the same in every process.
         """
         return [self._operation(index, op, heavy, measured) for index, op in enumerate(self.trace.ops)]
 
@@ -272,13 +274,13 @@ class LeanGraph:
     def _moved(self, op: Op) -> float:
         views = [*op.views(), *(view for view in op.outputs if view is not None)]
         moved = sum(self.trace.values[view.value].dtype.itemsize * math.prod(view.size) for view in views)
-        return float(moved * (_HEAVY_OPERATION if op.is_heavy else 1))
+        return float(moved * (_HEAVY_FACTOR if op.is_heavy else 1))
 
     def _may_run(self, op: Op) -> bool:
-        """Whether it returns the same again.
+        """Whether the operation would return the same bits if it ran again in the backward.
 
-        That is so if nothing that it reads or makes is changed after it, all of it can be had as a view of a storage,
-        and what was not made in the call, or was changed before it, is held by something.
+        That is so if nothing that it reads or makes is changed after it, if all of that can be recreated as a view of a
+        storage, and if something holds the inputs that were not made in the call or that were changed before it.
         """
         values = self.trace.values
         if op.never:
@@ -293,7 +295,7 @@ class LeanGraph:
 
 
 def _why_not_both(op: Op, again: Op, numbers_differ: bool) -> str:
-    if repr((op.args, op.kwargs)) != repr((again.args, again.kwargs)):  # which tells 0.0 from -0.0
+    if repr((op.args, op.kwargs)) != repr((again.args, again.kwargs)):  # `repr` distinguishes 0.0 from -0.0
         return "depends on a number that is not always the same"
     if numbers_differ and again.has_numbers:
         return "may depend on a number that is not always the same"
@@ -305,11 +307,11 @@ def _price(cut: Cut) -> tuple[float, int]:
 
 
 def sizes_in_bits(trace: Trace, held: list[torch.Tensor]) -> dict[int, tuple[int, float]]:
-    """For each value that can be kept in bits: the bytes and seconds that it takes.
+    """The bytes and seconds of each value that can be kept in bits.
 
     Args:
-        trace: what the function did.
-        held: the tensors that were packed, for what only their values tell.
+        trace: the record of a call.
+        held: the tensors that were packed, whose values decide.
     """
     found = {}
     for number, index in trace.first.items():
@@ -337,7 +339,7 @@ def _size_in_bits(trace: Trace, tensor: torch.Tensor) -> tuple[int, float] | Non
 
 KEEP, DROP, BITS = range(3)
 _aten = torch.ops.aten
-# Operations that go element by element, and their forms that write into a tensor that is given.
+# Element-wise operations, and their forms that write into a given tensor.
 IN_PLACE = {
     _aten.mul.Tensor: _aten.mul.out,
     _aten.add.Tensor: _aten.add.out,
@@ -352,7 +354,7 @@ IN_PLACE = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """An operation to run again: what it reads, and which of its results are wanted as which value."""
+    """An operation to run again: the values it reads, and pairs of a result's index and the value that it becomes."""
 
     op: Op
     reads: tuple[int, ...]
@@ -361,24 +363,24 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """A cut, ready to run.
+    """A cut, ready to run. Packs are the tensors that autograd saves, by index.
 
     Attributes:
-        shapes, dtypes, nodes: what each pack has to be like; a node that is None is not compared.
+        shapes, dtypes, nodes: what each pack has to have; a node that is None is not compared.
         actions: what to do with each pack: KEEP, DROP or BITS.
-        views: each pack as a view of a value; None for one that is no view.
-        replays: by value, the operation that makes it again.
+        views: each pack as a view of a value; None for a pack that is not a view.
+        replays: by value, the operation that recomputes it.
         uses: how often each value is read in a backward.
-        sources: by dropped pack, where to find each value that its making starts from.
-        release: by pack, the dropped packs whose sources are all there from then on.
-        sampled: dropped packs of which a few numbers are kept, to see that the same comes out again.
-        given: which of the call's arguments and modules' tensors are read, and what view each is.
-        bases: by value that making something starts from, the view that is found; see `Source`.
-        origins: by pack, the values that are read from it.
-        strides: by pack that recipes read from, those that it has to have.
-        places: by pack that is made again, where it has to lie in its storage, and its strides.
-        ties: by tensor in `given`, others that were given and that have the same storage.
-        in_place: for operations whose result may overwrite an argument: which.
+        sources: by dropped pack, where to find each value that recomputing it starts from.
+        release: by pack, the dropped packs whose sources have all been packed from then on.
+        sampled: dropped packs of which a few numbers are kept, to check that recomputing returns the same.
+        given: by index among the call's tensors (of arguments and modules), the view of each that is read.
+        bases: by value that recomputing starts from, the view that is found; see `Source`.
+        origins: by pack, the value that is read from it.
+        strides: by pack that a value is read from, the strides that it has to have.
+        places: by pack that is recomputed, the offset in its storage and the strides that it has to have.
+        ties: by index in `given`, the indices of other tensors that have to share its storage.
+        in_place: by operation, the index of an argument that its result may overwrite.
     """
 
     shapes: list[torch.Size]
@@ -406,7 +408,7 @@ class Recipe:
         return view.value
 
     def most_at_once(self, sizes: dict[int, int]) -> int:
-        """Most bytes of values made again that are alive at once, if packs are asked for from the last to the first."""
+        """The most bytes of recomputed values alive at once, if packs are unpacked from the last to the first."""
         run = _DryRun(self, sizes)
         for index in sorted(self.sources, reverse=True):
             run.make(self.value(index))
@@ -415,7 +417,7 @@ class Recipe:
 
 
 class _DryRun:
-    """Makes values again in the order in which a tape does, and counts their bytes."""
+    """Counts the bytes of recomputed values in the order in which a `LeanTape` makes and frees them."""
 
     def __init__(self, recipe: Recipe, sizes: dict[int, int]) -> None:
         self._replays = recipe.replays
@@ -443,7 +445,7 @@ class _DryRun:
             self._level -= self._sizes[number]
 
     def _missing(self, replay: Replay | None) -> list[int]:
-        """What an operation reads that is still to be made; sources are there."""
+        """The values that an operation reads and that have to be recomputed first; sources exist already."""
         reads = replay.reads if replay else ()
         return [number for number in reads if number in self._replays and number not in self._alive]
 
@@ -458,9 +460,9 @@ class _DryRun:
 
 
 def recipe_of(trace: Trace, kept: set[int], small: set[int], rerun: Iterable[int]) -> Recipe:
-    """The recipe that keeps these values whole and those in bits, and makes the rest again with these operations.
+    """The recipe that keeps the values `kept` whole and `small` in bits, and recomputes the rest by the ops `rerun`.
 
-    Operations come in the order in which they ran, so each comes after those that make what it reads.
+    The operations are in the order in which they ran, so each comes after those that make what it reads.
     """
     packs = trace.packs
     views = [pack.view for pack in packs]
@@ -500,7 +502,7 @@ def _action(trace: Trace, index: int, kept: set[int], small: set[int]) -> int:
 
 
 def _node(trace: Trace, pack: Pack) -> type | None:
-    """What made a pack; None for one that was there before: an argument is a leaf in a rerun, whatever made it."""
+    """The type of node that made a pack; None for one from before the call: in a rerun, arguments are leaves."""
     return None if pack.view is None or trace.values[pack.view.value].maker is None else pack.node
 
 
@@ -511,14 +513,15 @@ def _replay(trace: Trace, index: int) -> Replay:
 
 
 def _makers(again: list[Replay]) -> dict[int, Replay]:
-    """By value, the operation that makes it again."""
+    """By value, the operation that recomputes it."""
     return {number: replay for replay in again for _, number in replay.makes}
 
 
 def _sources(
     trace: Trace, actions: list[int], again: list[Replay], replays: dict[int, Replay]
 ) -> dict[int, dict[int, Source]]:
-    """For each dropped pack: what its making starts from."""
+    """For each dropped pack, where to find the values that recomputing it starts from."""
+    # By recomputed value. An operation comes after the makers of what it reads, so their entries exist by its turn.
     starts: dict[int, dict[int, Source]] = {}
     for replay in again:
         row: dict[int, Source] = {}
@@ -550,15 +553,15 @@ def _origins(found: dict[int, Source]) -> dict[int, int]:
 
 
 def _picked(views: list[StorageView | None], indices: Iterable[int]) -> Iterator[tuple[int, StorageView]]:
-    """Packs that a recipe reads from, or makes again: for these it matters where a tensor lies."""
+    """These packs with their views: of packs that are read from or recomputed, the place in the storage matters."""
     return ((index, view) for index in indices if (view := views[index]) is not None)
 
 
 def _releases(actions: list[int], sources: dict[int, dict[int, Source]]) -> dict[int, list[int]]:
-    """By pack, the dropped packs that can be let go of when it has been packed.
+    """By pack, the dropped packs that can be freed once it has been packed.
 
-    Not before: a value is dropped only once everything that it is made from is there, so that a call that goes another
-    way in between still has it.
+    Not earlier: a value is dropped only when everything that it is recomputed from has been packed, so that a call that
+    turns out to differ from the traced one in between still has it.
     """
     release: dict[int, list[int]] = {}
     for index, row in sources.items():
@@ -569,7 +572,7 @@ def _releases(actions: list[int], sources: dict[int, dict[int, Source]]) -> dict
 
 
 def _sampled(actions: list[int], views: list[StorageView | None]) -> set[int]:
-    """Of each value that is dropped, the first pack."""
+    """The first pack of each value that is dropped."""
     first: dict[int, int] = {}
     for index, view in enumerate(views):
         if actions[index] == DROP and view is not None:
@@ -578,20 +581,20 @@ def _sampled(actions: list[int], views: list[StorageView | None]) -> set[int]:
 
 
 def _passing(trace: Trace, replays: dict[int, Replay], uses: Counter[int]) -> set[int]:
-    """Values that are made again, read once, and that autograd never asks for."""
+    """Values that are recomputed, read once, and never asked for by autograd."""
     packed = {pack.view.value for pack in trace.packs if pack.view is not None}
     return {number for number in replays if uses[number] == 1 and number not in packed}
 
 
 def _spares(trace: Trace, again: list[Replay], passing: set[int]) -> dict[Replay, int]:
-    """By operation, the place of an argument that nobody reads after it, and that its result fits into."""
+    """By operation, the index of an argument that nothing reads afterwards and that its result fits into."""
     places = ((replay, _spare(trace, replay.op, passing)) for replay in again)
     return {replay: place for replay, place in places if place is not None}
 
 
 def _spare(trace: Trace, op: Op, passing: set[int]) -> int | None:
-    # Each element of the result depends on the elements at its own place alone, so it may be written there as soon as
-    # those have been read, if all arguments that are views of the value are the same view.
+    # Each element of the result depends only on the elements at its own place, so it may be written there as soon as
+    # those have been read, provided that all arguments that are views of the value are the same view.
     result = op.outputs[0]
     if op.func not in IN_PLACE or len(op.outputs) != 1 or result is None:
         return None

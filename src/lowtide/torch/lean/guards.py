@@ -1,9 +1,9 @@
 """Guards: what a call of a function depends on, found in microseconds and compared before a recipe is used.
 
-`Guards` have a key, equal for calls that do the same operations; numbers in which such calls may differ, which are
-compared one by one; and all tensors of arguments and modules, in which recipes find what they read. What is in none of
-these (an object's containers, a file, a global that is no number) is not followed: there the samples that a tape
-compares tell whether the same came out again (`tape.py`). Modules are held by weak references only.
+`Guards` have a key, which is equal for calls that do the same operations; numbers in which such calls may differ, which
+are compared one by one; and all tensors of arguments and modules, in which recipes find what they read. Anything else
+(an object's containers, a file, a global that is not a number) is not followed: there the samples that a tape compares
+show whether recomputing returned the same (`tape.py`). Modules are held by weak references only.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch.nn.parameter import is_lazy
 
 from lowtide.interface.cache import Cache
 
-_MOST_MODULES = 100_000  # called themselves, of which it is remembered where their insides are
-_MOST_CODES = 4096  # functions of which it is remembered which globals they name
-_MOST_NUMBERS_OF_A_GLOBAL = 64  # in a list, tuple or dict; a longer one is taken for data, and not compared
+_MOST_MODULES = 100_000  # called directly, whose trees are cached
+_MOST_CODES = 4096  # functions whose names of globals are cached
+_MOST_NUMBERS_OF_A_GLOBAL = 64  # in a list, tuple or dict; a longer one is taken for data and not compared
 
 _NUMBERS = frozenset({int, float, complex})
 _WORDS = frozenset(
@@ -49,10 +49,10 @@ _WORDS = frozenset(
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 _PLAIN = _NUMBERS | _WORDS
 _FOLLOWED_IN_OBJECTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, functools.partial)
-_ORDINARY_DISPATCH = torch._C._disabled_torch_dispatch_impl
-_INTERNAL = frozenset(nn.Module().__dict__)
-# Modules whose attributes change nothing about what they do.
-_TELLING_NOTHING = frozenset({nn.Linear, nn.Identity, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ModuleList, nn.Sequential})
+_PLAIN_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+# Modules whose attributes do not affect what they compute.
+_UNWATCHED_MODULES = frozenset({nn.Linear, nn.Identity, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ModuleList, nn.Sequential})
 _hooks = itemgetter("_forward_pre_hooks", "_forward_hooks")
 _needs_gradient = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
@@ -62,22 +62,22 @@ _default_dtype = torch.get_default_dtype
 
 
 class Guards:
-    """One call, as far as it can be told from outside.
+    """What one call depends on, as far as it can be seen from outside.
 
     Attributes:
-        key: what has to be equal.
-        numbers: Python's numbers among arguments, and plain attributes of modules.
-        tensors: those of arguments, then those of modules.
-        arguments: how many are arguments.
-        is_plain: whether there is nothing but ordinary tensors, and nothing compiled, which a trace would undo.
-        anchors: modules, which the key knows by identity.
+        key: equal for calls that do the same operations.
+        numbers: Python numbers among arguments, and plain attributes of modules.
+        tensors: the tensors of arguments, then those of modules.
+        arguments: the number of tensors of arguments.
+        is_plain: whether all tensors are ordinary ones and nothing is compiled, which a trace would undo.
+        anchors: the modules that the key identifies by `id`.
     """
 
     __slots__ = ("_has_parameters", "_key", "_seen", "anchors", "arguments", "is_plain", "key", "numbers", "tensors")
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._key: list[Any] = []
-        self._seen: set[int] = set()  # containers, functions and objects, which may contain themselves
+        self._seen: set[int] = set()  # ids of containers, functions and objects, which may contain themselves
         self._has_parameters = False
         self.numbers: list[Any] = []
         self.tensors: list[Any] = []
@@ -89,6 +89,8 @@ class Guards:
         for name, argument in kwargs.items():
             self._key.append(name)
             self._add(argument)
+        # Tensors that modules have as attributes count as arguments: unlike parameters and buffers they are compared
+        # by the key, so they are added before `arguments` is fixed.
         states = [self._add_attributes(module) for module in self.anchors]
         self.arguments = len(self.tensors)
         if self.arguments > 1:
@@ -106,7 +108,7 @@ class Guards:
             self._add_tensor(value)
         elif kind in _NUMBERS:
             self._key.append(kind)
-            self.numbers.append(value if value else str(value))  # 0.0 is not -0.0
+            self.numbers.append(value if value else str(value))  # as text, because 0.0 == -0.0
         elif kind in _WORDS:
             self._key.append(value)
         elif isinstance(value, tuple):
@@ -129,7 +131,7 @@ class Guards:
             self._add(part)
 
     def _add_record(self, value: Any) -> None:
-        """Something with a value of its own: it is told by that, whichever object it is."""
+        """Add something that has a value: it is identified by that value, not by the object."""
         kind = type(value)
         if isinstance(value, torch.Tensor):
             self._add_tensor(value)
@@ -160,7 +162,7 @@ class Guards:
             self.is_plain = False
 
     def _add_aliases(self) -> None:
-        """Arguments with one storage, and where they lie in it."""
+        """Add which arguments share a storage, and their offsets in it."""
         places = [t.untyped_storage()._cdata if t.layout is torch.strided else id(t) for t in self.tensors]
         if len(set(places)) < len(places):
             first = {place: k for k, place in reversed([*enumerate(places)])}
@@ -193,12 +195,12 @@ class Guards:
             self._add_object(function)
 
     def _add_module(self, module: nn.Module) -> None:
-        # An identity is safe in a key as long as whoever keeps the key knows when the module dies: see `anchors`.
+        # An `id` is safe in a key if whoever keeps the key removes it when the module dies: see `anchors`.
         self._key.append(id(module))
         self.anchors.append(module)
 
     def _add_function(self, function: types.FunctionType) -> None:
-        """Told by its code, not by identity: a lambda is often made anew for each call."""
+        """Add a function, identified by its code, not by the object: a lambda is often created again for each call."""
         if id(function) in self._seen:
             return
         self._seen.add(id(function))
@@ -214,9 +216,9 @@ class Guards:
                 continue
 
     def _add_object(self, thing: Any) -> None:
-        """Something of the user's own: known by its type, and by numbers, tensors, modules and functions that it has.
+        """Add an object of the user's, identified by its type and by its numbers, tensors, modules and functions.
 
-        Not by identity: one that is made anew for every call would make each call another one.
+        It is not identified by the object: one that is created again for every call would make every call different.
         """
         self._key.append(type(thing))
         self.is_plain &= not isinstance(thing, torch.jit.ScriptFunction)
@@ -234,7 +236,7 @@ class Guards:
     # --- modules, and what they hold
 
     def _add_attributes(self, root: nn.Module) -> _ModuleState:
-        """Add numbers and tensors that modules have as attributes; returns what else they have."""
+        """Add the numbers and tensors that a module and those inside it have as attributes; their state."""
         tree, state = _looked_at(root)
         attributes = state.attributes
         self.is_plain &= not tree.is_compiled
@@ -251,7 +253,7 @@ class Guards:
         parameters = state.parameters()
         if not _TENSORS.issuperset(map(type, parameters)):
             self.is_plain &= all(map(_is_ordinary, parameters))
-        if self._has_parameters:  # perhaps one of those
+        if self._has_parameters:  # an argument may be one of these parameters
             arguments = self.tensors[: self.arguments]
             self._key += [k for k, p in enumerate(parameters) if any(p is argument for argument in arguments)]
         self._key += (tuple(state.hooks), tuple(map(_needs_gradient, parameters)), tuple(map(_dtype, parameters)))
@@ -261,7 +263,7 @@ class Guards:
 
 
 class PaperGuards(Guards):
-    """A call on fake tensors, for which those are as plain as any; modules that are alike are the same."""
+    """Guards on paper: fake tensors count as plain, and modules that are alike have equal keys."""
 
     __slots__ = ()
 
@@ -288,17 +290,17 @@ class PaperGuards(Guards):
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether operations on it are torch's own, and it has values."""
-    return type(tensor).__torch_dispatch__ is _ORDINARY_DISPATCH and not is_lazy(tensor)
+    """Whether operations on the tensor are torch's own, and it has values."""
+    return type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH and not is_lazy(tensor)
 
 
 class _ModuleState(NamedTuple):
-    """What a module and all inside it have at this moment.
+    """The present state of a module and all modules inside it.
 
     Attributes:
-        attributes: values of those that are watched.
-        hooks: the numbers that torch gave to forward hooks.
-        with_parameters, with_buffers: the dicts of those that have any.
+        attributes: the values of watched attributes.
+        hooks: the ids that torch gave to forward hooks.
+        with_parameters, with_buffers: the dicts of the modules that have any.
     """
 
     attributes: list[Any]
@@ -313,16 +315,17 @@ class _ModuleState(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ModuleTree:
-    """A module and all inside it: where to look at each call. Modules are told by their places in `references`.
+    """A module and all modules inside it: where to look at each call. Modules are known by index in `references`.
 
     Attributes:
-        references: to all of them, the module itself first.
-        counts: how many attributes each has.
-        watched: getters of the attributes that are compared, and whose they are.
+        references: weak references to all modules, the outermost first.
+        counts: the number of attributes of each.
+        watched: a getter of the attributes that are compared, and the index of the module that has them.
         kinds: the types of those attributes.
-        parents, children: those that have modules, and the identities of these.
-        with_parameters, with_buffers: those that have any.
-        globals: numbers that the modules' code names, each as a namespace and a name.
+        parents: the modules that have submodules.
+        children: the ids of those submodules.
+        with_parameters, with_buffers: the modules that have any.
+        globals: globals with numbers that the modules' code names, each as a namespace and a name.
         has_tensors: whether an attribute is a tensor.
         is_compiled: whether a module is scripted or compiled.
     """
@@ -340,9 +343,9 @@ class _ModuleTree:
     is_compiled: bool
 
     def state(self) -> _ModuleState | None:
-        """What is there now; None if the places are not right any more: a module, an attribute or a type is another."""
+        """The present state; None if the tree is outdated, because a module, an attribute or a type has changed."""
         try:
-            # A module that is gone has no attributes.
+            # The reference to a module that has died returns None, which has no `__dict__`: an AttributeError.
             inside = [reference().__dict__ for reference in self.references]
             rows = [get(inside[k]) for get, k in self.watched]
         except (AttributeError, KeyError):
@@ -362,12 +365,12 @@ class _ModuleTree:
         )
 
 
-# By identity, because a module may not be hashable. A tree refers to its modules weakly, so it keeps none alive.
+# By `id`, because a module may not be hashable. A tree refers to its modules weakly, so it keeps none alive.
 _trees: Cache[_ModuleTree] = Cache(_MOST_MODULES)
 
 
 def _looked_at(root: nn.Module) -> tuple[_ModuleTree, _ModuleState]:
-    """What is inside a module now, and where; looked for anew if that has changed."""
+    """A module's tree and present state; the tree is made again if the module has changed."""
     tree = _trees.get(id(root))
     state = None if tree is None else tree.state()
     if tree is None or state is None:
@@ -381,9 +384,9 @@ def _looked_at(root: nn.Module) -> tuple[_ModuleTree, _ModuleState]:
 def _tree_of(root: nn.Module) -> _ModuleTree:
     modules = list(root.modules())
     is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
-    if is_scripted:  # they have other insides, and are called plainly
+    if is_scripted:  # scripted modules have no such attributes, and are called plainly
         modules = []
-    watched = [(_getter(module), k) for k, module in enumerate(modules) if type(module) not in _TELLING_NOTHING]
+    watched = [(_getter(module), k) for k, module in enumerate(modules) if type(module) not in _UNWATCHED_MODULES]
     kinds = [type(value) for get, k in watched for value in get(modules[k].__dict__)]
     return _ModuleTree(
         references=[weakref.ref(module) for module in modules],
@@ -401,20 +404,20 @@ def _tree_of(root: nn.Module) -> _ModuleTree:
 
 
 def _places_of(registered: str, modules: list[nn.Module]) -> list[int]:
-    """The modules that have something registered under that name."""
+    """The indices of the modules that have something in this dict."""
     return [k for k, module in enumerate(modules) if module.__dict__[registered]]
 
 
 def _getter(module: nn.Module) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Returns the watched attributes of a module, from its `__dict__`, as a tuple."""
+    """A function that returns the watched attributes of a module, from its `__dict__`, as a tuple."""
     inside = module.__dict__
     names = [name for name in inside if name == "training" or _is_watched(name, inside[name])]
-    # Of one name an itemgetter would return no tuple.
+    # An itemgetter of a single name does not return a tuple, so a single name is given twice.
     return itemgetter(*names, *(names if len(names) == 1 else ()))
 
 
 def _is_watched(name: str, value: Any) -> bool:
-    if name in _INTERNAL:
+    if name in _MODULE_ATTRIBUTES:
         return False
     if type(value) is tuple:
         return all(type(part) in _PLAIN for part in value)
@@ -435,7 +438,7 @@ def _globals_of(functions: set[Any]) -> list[tuple[dict[str, Any], str]]:
 
 
 def _globals_with_numbers(function: types.FunctionType) -> list[str]:
-    """Globals that the function names, and that are numbers or a few of them."""
+    """The globals that a function names and that are numbers, or small containers of numbers."""
     names = function.__globals__
     return sorted(name for name in _names_in(function.__code__) if name in names and _is_number(names[name]))
 
@@ -446,12 +449,12 @@ def _is_number(value: Any) -> bool:
     return type(value) in _NUMBERS or isinstance(value, np.generic)
 
 
-# By identity: the hash of code takes longer the longer it is.
+# By `id`: hashing a code object takes longer the longer the code is.
 _names: Cache[frozenset[str]] = Cache(_MOST_CODES)
 
 
 def _names_in(code: types.CodeType) -> frozenset[str]:
-    """Every name that the code may look up outside."""
+    """Every name that the code, or code inside it, may look up outside."""
     names = _names.get(id(code))
     if names is None:
         inside = [part for part in code.co_consts if isinstance(part, types.CodeType)]

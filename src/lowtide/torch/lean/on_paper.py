@@ -1,8 +1,7 @@
-"""Lean tapes on paper: the ones that a call could keep, with times from operation counts, and calls that keep one.
+"""Lean tapes on paper: those that a call could keep, with times from operation counts, and calls that keep one.
 
-`lean` itself steps aside where tensors have no values: it looks at some, to see that the same comes out again. Here a
-call is traced once, and modules that are alike, as the layers of a model, share the trace for as long as the fake mode
-is there.
+`lean` itself does nothing where tensors have no values, because it compares samples of them. Here a call is traced
+once, and modules that are alike, such as the layers of a model, share the trace for as long as the fake mode exists.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from lowtide.torch.lean.tape import Doubt, PaperTape
 from lowtide.torch.lean.trace import Tracer, tracing
 from lowtide.torch.paper.devices import A100, Device
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_MOST_CALLS = 10_000  # on paper, of which the trace is remembered
-# Graphs of calls in a fake mode: by what calls have in common, and by the modules that were called. Both go with the
-# mode, which no graph holds: traces have no tensors.
+_FAKE_MODE_KEY = torch._C._TorchDispatchModeKey.FAKE
+_MOST_CALLS = 10_000  # on paper whose graphs are cached
+# Graphs of calls in a fake mode: by what such calls have in common, and by the modules that were called. Entries are
+# removed when the mode dies. No graph refers to the mode, because traces have no tensors.
 _alike: Cache[LeanGraph] = Cache(_MOST_CALLS)
 _own: Cache[LeanGraph] = Cache(_MOST_CALLS)
 
 
 def is_on_paper() -> bool:
-    """Whether tensors have no values here."""
-    return torch._C._get_dispatch_mode(_FAKE) is not None
+    """Whether a fake mode is active, in which tensors have no values."""
+    return torch._C._get_dispatch_mode(_FAKE_MODE_KEY) is not None
 
 
 def lean_menu_on_paper(device: Device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[LeanPoint]:
-    """The points of `lean_menu` for such a call, by falling bytes, with the seconds that they take on a device.
+    """The points of `lean_menu` for a call, by falling bytes, with the seconds that they take on a device.
 
     To be called inside `on_paper`; the function is called once, with grad, if no call like it was traced before. Empty
-    for a call that `lean` would leave alone: of compiled or scripted modules, or tensors that are not torch's own.
+    for a call that `lean` would run plainly: of compiled or scripted modules, or with tensor subclasses.
     """
     call = _PaperCall(function, args, kwargs)
     if not call.guards.is_plain:
@@ -65,30 +64,30 @@ def lean_on_paper(function: Callable[..., Any], *args: Any, tape: LeanSize | Non
         lean_tape.close()
         return result
     with _Again():
-        result, graph = call.traced(A100, lean_tape)  # which tape it is does not depend on times
+        result, graph = call.traced(A100, lean_tape)  # any device: which tape is kept does not depend on times
     lean_tape.close_traced(graph.recipe(tape), call.guards.tensors, Doubt())
     return result
 
 
 class _PaperCall:
-    """A call, and what is known of calls like it."""
+    """A call on paper, and the graph of calls like it."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = function, args, kwargs
         self.name = getattr(function, "__qualname__", type(function).__name__)
         self.guards = PaperGuards(function, args, kwargs)
-        self._mode = cast(FakeTensorMode, torch._C._get_dispatch_mode(_FAKE))
+        self._mode = cast(FakeTensorMode, torch._C._get_dispatch_mode(_FAKE_MODE_KEY))
         self._own_key = id(self._mode), self.guards.key, tuple(map(id, self.guards.anchors))
 
     @property
     def graph(self) -> LeanGraph | None:
-        """The graph of such a call of the same modules."""
+        """The graph of a call like this one with the same modules, if there was one."""
         return _own.get(self._own_key)
 
     def traced(self, device: Device, lean_tape: PaperTape) -> tuple[Any, LeanGraph]:
-        """The call's result, and its graph, or that of a call like it; the tape gets everything."""
+        """The call's result, and its graph or that of a call like it; the tape keeps everything."""
         function, args, kwargs = self._call
-        # In a rerun, buffers may be others.
+        # Whether a backward is running is part of the key: in a rerun, buffers may be other tensors.
         key = id(self._mode), self.guards.key, device, torch._C._current_graph_task_id() >= 0
         graph = _alike.get(key)
         if graph is not None:
@@ -106,7 +105,7 @@ class _PaperCall:
 
 
 class _Again(TorchDispatchMode):
-    """Runs operations twice, as a traced call does, to time them."""
+    """Runs operations twice, as a traced call on real tensors does to time them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

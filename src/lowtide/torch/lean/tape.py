@@ -1,8 +1,9 @@
-"""The lean tape of one call: what its pack hook keeps, and what its unpack hook makes again.
+"""The lean tape of one call: what its pack hook keeps, and what its unpack hook recomputes.
 
-Every saved tensor is a slot, a `SavedTensor`. One that is kept has it; one that is dropped has the slots that making it
-again starts from, so that autograd, which lets go of a slot when its operation has been pulled back, decides how long
-those stay. Tensors are held without their history: the graph holds on to its slots, and must not hold on to itself.
+Every tensor that autograd saves becomes a `SavedTensor`. One that is kept holds the tensor. One that is dropped holds
+the `SavedTensor`s from which it is recomputed, so that autograd, which frees a saved tensor when its operation has been
+pulled back, decides how long those live. Tensors are held detached from their graph: the graph refers to its saved
+tensors, and a reference back would be a cycle.
 """
 
 from __future__ import annotations
@@ -23,27 +24,35 @@ from lowtide.torch.state.bits import same_bits, words
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-_PLACES_IN_SAMPLE, _NUMBERS_AT_PLACE = 64, 16  # of a dropped tensor, spread evenly over its storage
+# A sample of a dropped tensor: this many numbers in a row, at this many places spread evenly over its storage.
+_PLACES_IN_SAMPLE, _NUMBERS_AT_PLACE = 64, 16
 _at_the_end = torch.autograd.Variable._execution_engine.queue_callback
 _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 _without_autocast = torch._C._DisableAutocast
 
 
 class SavedTensor:
-    """A saved tensor: `tensor`, or what the hooks around made of it (`outer`), or the `value` that it is made from.
+    """A saved tensor: kept as `tensor`, or as `outer`, or recomputed from `value`.
 
-    `sources` are the slots of the values that making it again starts from, where they are not this slot itself. With
-    `bits`, the tensor is the value's bits.
+    Attributes:
+        index: its place among the call's packs; -1 for a given tensor.
+        tensor: the tensor, detached from its graph; None if it was dropped or handed over.
+        version: the tensor's version when it was saved.
+        settled: its version when the call was over.
+        value: the value of the recipe that it is a view of, if it is recomputed, unpacked from bits, or handed over.
+        bits: how `tensor` is packed into bits, if it is.
+        outer: what the hooks around the call returned for it, if it was handed over to them.
+        sources: by value, the saved tensors from which it is recomputed; None if that is this one itself.
     """
 
     __slots__ = ("bits", "index", "outer", "settled", "sources", "tensor", "value", "version")
 
     def __init__(self, index: int, tensor: torch.Tensor, version: int) -> None:
         self.index = index
-        self.tensor: torch.Tensor | None = tensor  # without history
-        self.version = version  # when it was saved
-        # When the call was over: what the call itself changed after it was saved is known from the trace, and read as
-        # the recipe expects it; a later change is an error.
+        self.tensor: torch.Tensor | None = tensor
+        self.version = version
+        # A change by the call itself, after the tensor was saved, is known from the trace, and the recipe expects the
+        # changed values; a change after the call is an error. So recipes compare with the version at its end.
         self.settled = version
         self.value: int | None = None
         self.bits: Bits | None = None
@@ -52,7 +61,7 @@ class SavedTensor:
 
 
 class Doubt:
-    """Whether a recipe made something other than what was dropped. Tapes raise it, callers ask before the next call."""
+    """Whether a recipe recomputed something other than what was dropped: set by tapes, read before the next call."""
 
     __slots__ = ("is_raised",)
 
@@ -64,12 +73,12 @@ class LeanTape:
     """The tape of one call.
 
     Args:
-        name: what messages call the function.
-        around: the hooks of whoever has this call inside a call of its own; they get what is kept.
+        name: the function's name in messages.
+        around: the saved-tensor hooks that surround this call, if any; they get what is kept.
 
     Attributes:
-        fits: whether the call has packed what its recipe says so far.
-        is_outdated: whether that is because a tensor of the modules has another form.
+        fits: whether the call has so far packed what its recipe expects.
+        is_outdated: whether it does not fit because a tensor of arguments or modules has another shape or storage.
     """
 
     __slots__ = (
@@ -81,41 +90,43 @@ class LeanTape:
         self._name = name
         self._around = around
         self._doubt: Doubt | None = None
-        self._slots: list[SavedTensor] = []  # until the call is over
-        self._given: dict[int, SavedTensor] = {}  # until then
-        self._samples: dict[int, int | torch.Tensor] = {}  # of what was dropped
-        self._unsure: list[tuple[torch.Tensor, torch.Tensor, object]] = []  # what a GPU has still to compare
+        self._slots: list[SavedTensor] = []  # by index of pack; emptied when the call is over
+        self._given: dict[int, SavedTensor] = {}  # by index among the call's tensors; likewise
+        self._samples: dict[int, int | torch.Tensor] = {}  # of dropped values
+        self._unsure: list[tuple[torch.Tensor, torch.Tensor, object]] = []  # samples on a GPU, not compared yet
         self._recipe: Recipe | None = None
-        self._values: dict[int, torch.Tensor] = {}  # made again, and still to be used in this backward
-        self._shifts: dict[int, int] = {}  # by storage: how far its values lie from where they lay when traced
-        self._counts: dict[int, int] = {}  # how often each value will be used in this backward
-        self._lock = threading.RLock()  # a backward may ask from several threads
+        self._values: dict[int, torch.Tensor] = {}  # found or recomputed, and still needed in this backward
+        self._shifts: dict[int, int] = {}  # by value: its offset in the storage relative to that in the trace
+        self._counts: dict[int, int] = {}  # how often each value will still be used in this backward
+        self._lock = threading.RLock()  # a backward may unpack from several threads
         self.fits = True
         self.is_outdated = False
 
     # --- packing
 
     def keep(self, tensor: torch.Tensor, version: int) -> SavedTensor:
-        """A slot for a tensor without history, which had that version when it was saved, in a call that is traced."""
+        """Save a detached tensor, with the version it had, in a call that is traced."""
         slot = SavedTensor(len(self._slots), tensor, version)
         self._slots.append(slot)
         return slot
 
     def pack_everything(self, tensor: torch.Tensor) -> SavedTensor:
-        """The pack hook of a call that is not traced, because it is known to go like another one that was."""
+        """The pack hook of a call that need not be traced, because it is known to be like one that was."""
         return self.keep(tensor.detach(), tensor._version)
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """Everything that was packed, as long as the call is not over."""
+        """All tensors that were packed, until the call is over."""
         return [slot.tensor for slot in self._slots if slot.tensor is not None]
 
     def packing(self, recipe: Recipe, given: list[Any], doubt: Doubt) -> Callable[[torch.Tensor], SavedTensor]:
-        """The pack hook of a call that goes by a recipe."""
+        """The pack hook of a call that follows a recipe."""
         self._open(recipe, given, doubt)
         shapes, dtypes, nodes, slots = recipe.shapes, recipe.dtypes, recipe.nodes, self._slots
         count, settle, places, strides = len(shapes), self._settle, recipe.places, recipe.strides
 
+        # Once a pack differs from what the recipe expects, this one and all later ones are kept. Those that were
+        # dropped before have their sources already, so the call's gradients are right all the same.
         def pack(tensor: torch.Tensor) -> SavedTensor:
             index = len(slots)
             slot = SavedTensor(index, tensor.detach(), tensor._version)
@@ -139,13 +150,15 @@ class LeanTape:
         return pack
 
     def close_traced(self, recipe: Recipe, given: list[Any], doubt: Doubt) -> None:
-        """The traced call is over: from now on it is as if it had gone by the recipe."""
+        """End a traced call: treat what it saved as if it had followed the recipe."""
         self._open(recipe, given, doubt)
         for slot in self._slots:
             assert slot.tensor is not None
             if slot.tensor._version == slot.version:
                 self._settle(slot, slot.tensor)
-            elif self._around is not None:  # it stays, for the error that it will be, and is counted as in later calls
+            elif self._around is not None:
+                # It was changed in place, so it stays, to be the error that it is in a plain call. The hooks around are
+                # called all the same: they count, and in later calls they will be called here, too.
                 self._around[0](slot.tensor)
         self.close()
 
@@ -160,7 +173,7 @@ class LeanTape:
             self._given[place] = SavedTensor(-1, tensor.detach(), tensor._version)
 
     def _settle(self, slot: SavedTensor, tensor: torch.Tensor) -> None:
-        """Do with a saved tensor what the recipe says."""
+        """Keep, drop or pack a saved tensor into bits, as the recipe says."""
         recipe, index = self._recipe, slot.index
         assert recipe is not None
         action = recipe.actions[index]
@@ -168,7 +181,8 @@ class LeanTape:
             if self._around is not None:
                 slot.value = recipe.origins.get(index)
                 if slot.value is not None and recipe.bases[slot.value] is None:
-                    tensor = _whole(tensor)  # others may give a copy back, of what they were given and no more
+                    # The hooks may give back a copy, of what they were handed and no more: so they get all of it.
+                    tensor = _whole(tensor)
                 self._hand_over(slot, tensor)
         elif action == DROP:
             if index in recipe.sampled:
@@ -189,21 +203,21 @@ class LeanTape:
         recipe = self._recipe
         assert recipe is not None
         slot.value = recipe.value(slot.index)
-        if slot.index not in recipe.origins:  # the first pack of the value has its bits
+        if slot.index not in recipe.origins:  # the bits are in the first pack of the value, and this is a later one
             self._drop(slot)
             return
         self._sample(slot.value, tensor)
         row = bits_of(tensor)
         if row is not None:
             slot.bits, kept = row
-        else:  # this time it has other numbers
+        else:  # in this call it has more than two different numbers
             kept = _whole(tensor)
         slot.tensor, slot.settled = kept, kept._version
         if self._around is not None:
             self._hand_over(slot, kept)
 
     def _drop(self, slot: SavedTensor) -> None:
-        """Let go of a tensor; what it is made from is there."""
+        """Free a saved tensor; everything that it is recomputed from has been packed."""
         recipe = self._recipe
         assert recipe is not None
         slot.tensor, slot.value = None, recipe.value(slot.index)
@@ -213,7 +227,7 @@ class LeanTape:
         }
 
     def close(self) -> None:
-        """The call is over."""
+        """End the call."""
         recipe, slots = self._recipe, self._slots
         assert recipe is not None
         self.fits = self.fits and len(slots) == len(recipe.shapes)
@@ -224,7 +238,7 @@ class LeanTape:
             for slot in self._given.values():
                 assert slot.tensor is not None
                 self._hand_over(slot, slot.tensor)
-        self._slots.clear()  # the graph holds on to the list
+        self._slots.clear()  # the graph refers to the tape, by its unpack hook, and so to this list
         self._given = {}
 
     # --- unpacking
@@ -250,7 +264,7 @@ class LeanTape:
             try:
                 tensor = _viewed(self._made(value, slot), view, self._shifts.get(value, 0))
             except BaseException:
-                self._forget()  # another backward begins anew
+                self._forget()  # so that another backward can start from the beginning
                 raise
             self._spend(value)
             if not in_backward:
@@ -258,21 +272,23 @@ class LeanTape:
         return tensor
 
     def _begin(self) -> bool:
-        """Get ready for a backward; False if there is none, because a saved tensor is only looked at."""
+        """Prepare for a backward; False if none is running, because a saved tensor is merely inspected."""
         if self._counts:
             return True
         recipe, latest, reference = self._recipe, _thread.latest(), weakref.ref(self)
         assert recipe is not None
-        if latest is not None:  # a backward goes from call to call: what is left of that one will not be used
+        # A backward goes from call to call. What the previous one has left over, because outputs of it were not used,
+        # will not be asked for.
+        if latest is not None:
             latest._let_go()
         _thread.latest = reference
         self._counts = dict(recipe.uses)
-        if self._around is not None:  # what they keep is asked for once
+        if self._around is not None:  # what the hooks around keep is unpacked by autograd once more
             for index, value in recipe.origins.items():
                 self._counts[value] = self._counts.get(value, 0) + (recipe.actions[index] == KEEP)
         try:
             _at_the_end(_forgetting(reference))
-        except RuntimeError:
+        except RuntimeError:  # torch accepts such a callback only during a backward
             return False
         return True
 
@@ -291,15 +307,16 @@ class LeanTape:
                 self._differs(how)
 
     def _spend(self, value: int) -> None:
-        """A value was used; let go of it if that was the last time."""
+        """Count one use of a value; free it after the last."""
         left = self._counts[value] = self._counts.get(value, 0) - 1
         if left <= 0:
             self._values.pop(value, None)
 
     def _made(self, value: int, slot: SavedTensor) -> torch.Tensor:
-        """A tensor that has the value's storage."""
+        """A tensor that has the value's storage, found or recomputed."""
         recipe, values = self._recipe, self._values
         assert recipe is not None
+        # Depth first: the values that an operation reads go on top of it, and it runs when none of them is missing.
         waiting = [value]
         while waiting:
             wanted = waiting[-1]
@@ -315,7 +332,7 @@ class LeanTape:
         return values[value]
 
     def _found(self, value: int, slot: SavedTensor) -> torch.Tensor:
-        """A value that is kept."""
+        """A kept value: a tensor with its storage, or at least with the view of it that the recipe reads."""
         assert self._recipe is not None
         source = slot if slot.sources is None else slot.sources[value]
         base, tensor = self._recipe.bases[value], source.tensor
@@ -344,7 +361,7 @@ class LeanTape:
         op, values, shifts = replay.op, self._values, self._shifts
         assert self._recipe is not None
         try:
-            # There the trace saw it: its arguments are what the kernel got, with all casts made.
+            # The trace saw operations below autograd and autocast: its arguments are what the kernel got, casts done.
             with _below_autograd(), _without_autocast():
                 args = [_filled(argument, values, shifts) for argument in op.args]
                 kwargs = {name: _filled(argument, values, shifts) for name, argument in op.kwargs.items()}
@@ -370,9 +387,9 @@ class LeanTape:
             self._spend(number)
 
     def _compare(self, value: int, tensor: torch.Tensor, how: object) -> None:
-        """Check that a few of the numbers are those of the forward; on a GPU, at the end of the backward.
+        """Check that a few numbers of a recomputed tensor are those of the forward; on a GPU, when the backward ends.
 
-        `how` the tensor was made again is an operation, or words.
+        `how` says for the error how the tensor was recomputed: an operation, or words.
         """
         sample = self._samples.get(value)
         if sample is None:
@@ -402,7 +419,7 @@ class LeanTape:
 
 
 class PaperTape(LeanTape):
-    """A tape that looks at no values, and so compares none."""
+    """A lean tape on paper: it reads no values, and so compares none."""
 
     __slots__ = ()
 
@@ -429,18 +446,18 @@ class PaperTape(LeanTape):
 
 @dataclass(frozen=True, slots=True)
 class _PaperBits:
-    """How a tensor would be in bits."""
+    """How a tensor would be packed into bits."""
 
     count: int
     dtype: torch.dtype
 
     def tensor(self, bits: torch.Tensor) -> torch.Tensor:
-        """A tensor as large as the one that these were the bits of."""
+        """A tensor of the size of the one that would be recovered from these bits."""
         return bits.new_empty(self.count).to(self.dtype)
 
 
 def _filled(argument: Any, values: dict[int, torch.Tensor], shifts: dict[int, int]) -> Any:
-    """An operation's argument, with tensors in the places of views."""
+    """An operation's argument with its views replaced by tensors."""
     if type(argument) is StorageView:
         return _viewed(values[argument.value], argument, shifts.get(argument.value, 0))
     if type(argument) is list or type(argument) is tuple:
@@ -449,7 +466,7 @@ def _filled(argument: Any, values: dict[int, torch.Tensor], shifts: dict[int, in
 
 
 def _viewed(base: torch.Tensor, view: StorageView, shift: int) -> torch.Tensor:
-    """The view of a tensor that has the value's storage, perhaps further on in it than when it was traced."""
+    """The view of a tensor that has the value's storage, `shift` elements further on in it than in the trace."""
     offset = view.offset + shift
     if base.size() == view.size and base.stride() == view.stride and base.storage_offset() == offset:
         return base
@@ -457,7 +474,7 @@ def _viewed(base: torch.Tensor, view: StorageView, shift: int) -> torch.Tensor:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the tensor's storage, flat."""
+    """The tensor's whole storage, flat."""
     tensor = tensor.detach()
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
@@ -469,7 +486,7 @@ def _restrided(tensor: torch.Tensor, view: StorageView) -> torch.Tensor:
 
 
 def _sample_of(tensor: torch.Tensor) -> int | torch.Tensor:
-    """What tells a few numbers of the tensor's storage from others; on a GPU, which would wait, those numbers."""
+    """A hash of a few numbers of the tensor's storage; on a GPU, where reading them would wait, these numbers."""
     count = int(tensor.untyped_storage().nbytes() // tensor.element_size())
     if count > _PLACES_IN_SAMPLE * _NUMBERS_AT_PLACE:
         sample = tensor.as_strided((_PLACES_IN_SAMPLE, _NUMBERS_AT_PLACE), (count // _PLACES_IN_SAMPLE, 1), 0)
@@ -481,15 +498,16 @@ def _sample_of(tensor: torch.Tensor) -> int | torch.Tensor:
 
 
 class _TapeThread(threading.local):
-    # Weak, as all that outlives a call is: what autograd has let go of must not live until the next backward.
-    latest: Callable[[], LeanTape | None] = staticmethod(lambda: None)  # the tape that was last asked
+    # The tape that last recomputed something in this thread. The reference is weak, so that a tape that autograd has
+    # freed does not live until the next backward.
+    latest: Callable[[], LeanTape | None] = staticmethod(lambda: None)
 
 
 _thread = _TapeThread()
 
 
 def _forgetting(reference: weakref.ref[LeanTape]) -> Callable[[], None]:
-    """What is done at the end of a backward, which must not keep the tape alive until then."""
+    """The callback for the end of a backward; it must not keep the tape alive until then."""
 
     def forget() -> None:
         tape = reference()

@@ -1,9 +1,8 @@
-"""One run of a function, watched: every operation by the storages it reads and makes, and what autograd saves.
+"""The trace of one run of a function: every operation with the storages it reads and makes, and what autograd saves.
 
-A `Tracer` is shown a run and writes it down; the `Trace` is what it wrote. Values are storages. A view is not a value:
-it is a place in one, and is made again with `as_strided`. An operation is never run again where that could return
-something else: it draws random numbers, changes something in place, reads what is changed later, or is not one of
-torch's own (`_why_never`).
+A `Tracer` records a run; a `Trace` is its record. Values are storages. A view is not a value but a place in one, and is
+recreated with `as_strided`. An operation is not run again if that could return something else: because it draws random
+numbers, changes something in place, reads what is changed later, or is not one of torch's own (`_why_never`).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from lowtide.torch.memory.tracker import Log
 from lowtide.torch.paper.devices import Device
 from lowtide.torch.paper.operations import ALLOCATING, seconds_of, word_of, written_by
 
-_SHORT_SECONDS = 0.02  # an operation that takes less is timed again, because the first time often takes longer
-_TIMED_AGAIN = 2  # times
+_SHORT_SECONDS = 0.02  # an operation that takes less is timed again, because its first run often takes longer
+_TIMINGS_OF_A_SHORT_OPERATION = 2  # beside that of its first run; the least counts
 
 
 class StorageView(NamedTuple):
-    """A tensor as a place in a value."""
+    """A tensor as a place in a value: its size, strides and offset in the storage."""
 
     value: int
     size: tuple[int, ...]
@@ -43,11 +42,12 @@ class TracedValue:
     """A storage.
 
     Attributes:
-        bytes, dtype: its size, and what it is read as.
-        maker: the operation that made it; None for what was there before.
+        bytes: its size.
+        dtype, device: those of the first tensor in which it was seen.
+        maker: the operation that made it; None if it existed before the run.
         changed: when it was last changed in place, or -1. Times are counts of operations of all kinds.
-        odd: whether some view of it is not one that `as_strided` can make: of another dtype, conjugated.
-        two: whether it has two different numbers only, one of them 0, because of how it was made.
+        odd: whether it has a view that `as_strided` cannot make: of another dtype, or conjugated.
+        two: whether it is known from its making to have only two different numbers, one of them 0.
     """
 
     bytes: int
@@ -61,12 +61,16 @@ class TracedValue:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation. In `args` and `kwargs`, tensors are views.
+    """An operation of the run.
 
     Attributes:
-        inputs, outputs: the values it reads, and the views that it returns, by position; None for what is no tensor.
-        seconds: of running it.
+        func: the operation, as torch dispatches it.
+        args, kwargs: its arguments, with views in place of tensors.
+        inputs: the values that it reads.
+        outputs: the views that it returns, by position; None for a result that is not a tensor.
+        seconds: the time of running it.
         never: why it cannot be run again; empty if it can.
+        time: the number of operations up to it, of all kinds.
     """
 
     func: Any
@@ -80,11 +84,11 @@ class Op:
 
     @property
     def name(self) -> str:
-        """As torch calls it: "aten.mul.Tensor"."""
+        """Torch's name of the operation: "aten.mul.Tensor"."""
         return str(self.func)
 
     def views(self) -> list[StorageView]:
-        """What it reads."""
+        """The views among its arguments."""
         return [part for part in tree_leaves((self.args, self.kwargs), is_leaf=_is_view) if _is_view(part)]
 
     @property
@@ -101,7 +105,14 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A tensor that autograd saved, and when; `view` is None for layouts that have no single storage."""
+    """A tensor that autograd saved, and when.
+
+    Attributes:
+        view: the tensor as a view; None for layouts without a single storage.
+        shape, dtype: those of the tensor.
+        node: the type of the graph node that made it; None for a leaf, and for a reshape.
+        time: the number of operations before it.
+    """
 
     view: StorageView | None
     shape: torch.Size
@@ -112,9 +123,12 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a value is found in the backward: in the pack of that number, or among what was given to the call.
+    """Where a value is found in the backward: in a pack, or among the tensors given to the call.
 
-    `base` is the view that is found there; None for a value that was made in the call, whose whole storage is there.
+    Attributes:
+        pack: the index of the pack; -1 if it is a given tensor.
+        given: the index of the given tensor; -1 if it is a pack.
+        base: the view that is found there; None for a value that was made in the call, whose whole storage is kept.
     """
 
     pack: int
@@ -124,16 +138,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """What a run did, and what of it can be found in the backward.
+    """The record of a run, and which of its values can be found in the backward.
 
     Attributes:
-        device: the one that seconds are for, if the run was one on paper.
-        values: by number.
-        ops, packs: in order.
-        given: for each value that the call's arguments and modules have, where it is among them, and what view.
-        ties: for such places, others with the same tensor.
-        arguments: how many of them are arguments; the rest is there with or without a tape.
-        first: the first pack of each value since it was last changed.
+        device: the device that seconds are for, if the run was on paper.
+        values: the values by number.
+        ops, packs: operations and saved tensors, in order.
+        given: for each value that the call's arguments or modules hold: the index of that tensor, and its view.
+        ties: for such an index, the indices of other given tensors that are the same view.
+        arguments: the number of given tensors that are arguments; the others exist with or without a tape.
+        first: for each value, its first pack since it was last changed in place.
     """
 
     device: Device | None
@@ -156,14 +170,14 @@ class Trace:
         return pack.view is not None and pack.time < self.values[pack.view.value].changed
 
     def makes(self, index: int, view: StorageView | None) -> bool:
-        """Whether what an operation returned is a value that it made, and no view of another."""
+        """Whether a view that an operation returned is of a value that it made, not of an existing one."""
         return view is not None and self.values[view.value].maker == index
 
     def is_at_hand(self, number: int, op: Op) -> bool:
-        """Whether what the operation reads of a value that cannot be made again is held by something.
+        """Whether something holds what the operation reads of a value that cannot be recomputed.
 
-        A value that was there before the call is found as the view that was given or packed, and other parts of its
-        storage may be anything by then. Of one that was made in the call the whole storage is kept.
+        A value that existed before the call is found as the view that was given or packed; other parts of its storage
+        may have changed by then. Of a value that was made in the call, the whole storage is kept.
         """
         if number in self.given and self.values[number].changed < 0:
             return True
@@ -174,7 +188,7 @@ class Trace:
         return whole or all(other == view for other in op.views() if other.value == number)
 
     def source(self, number: int) -> Source:
-        """Where to find a value that is kept."""
+        """Where a kept value is found in the backward."""
         if number in self.given and self.values[number].changed < 0:
             return Source(-1, *self.given[number])
         first = self.first[number]
@@ -182,22 +196,22 @@ class Trace:
 
 
 class Tracer:
-    """Writes down a run that it is shown, by `tracing` and by its pack hook.
+    """Records a run, through `tracing` and through its pack hook.
 
-    With a `device` the run is one on paper: operations take as long as they would there, and none runs twice.
+    With a `device` the run is on paper: operations take as long as they would on that device, and none is timed.
     """
 
     def __init__(self, device: Device | None = None) -> None:
         self.device = device
         self.values: dict[int, TracedValue] = {}
         self.ops: list[Op] = []
-        self.reads_numbers = False  # whether a value has become a number of Python's
-        self.time = 0
+        self.reads_numbers = False  # whether a tensor's value has been read as a Python number
+        self.time = 0  # operations so far, of all kinds
         self._packs: list[Pack] = []
-        self._log = Log()  # which tells storages apart, also one that is gone from one that has its place
+        self._log = Log()  # distinguishes storages, also a new one from a freed one that had the same address
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The value that the tensor is a view of; it is there from now on."""
+        """The number of the value that the tensor is a view of, which is recorded if it is new."""
         number = self._log.number(tensor)
         if not number:
             self._log.see(tensor)
@@ -219,9 +233,9 @@ class Tracer:
         return StorageView(number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def packing(self, keep: Callable[[torch.Tensor, int], Any]) -> Callable[[torch.Tensor], Any]:
-        """The pack hook of a run that is watched: it notes what autograd saves.
+        """The pack hook of a traced run: it records what autograd saves.
 
-        What `keep` returns, of the tensor without its history and of its version, is saved.
+        What autograd keeps is the result of `keep`, called with the tensor, detached from its graph, and its version.
         """
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -233,19 +247,19 @@ class Tracer:
     def _note_pack(self, tensor: torch.Tensor) -> None:
         view = self.view(tensor) if tensor.layout is torch.strided else None
         if view is not None and self.reads_numbers:
-            self.values[view.value].odd = True  # its place may depend on one
-        node = None if tensor.grad_fn is None or tensor.grad_fn.name() in _RESHAPED else type(tensor.grad_fn)
+            self.values[view.value].odd = True  # its size or offset may depend on such a number
+        node = None if tensor.grad_fn is None or tensor.grad_fn.name() in _RESHAPE_NODES else type(tensor.grad_fn)
         self._packs.append(Pack(view, tensor.shape, tensor.dtype, node, self.time))
 
     def trace(self, tensors: Iterable[Any], arguments: int) -> Trace:
-        """What was written down, of a call with these tensors of arguments and modules; the former come first."""
+        """The trace of a call that was given these tensors: `arguments` tensors of arguments, then those of modules."""
         given, ties = self._given(tensors)
         return Trace(self.device, self.values, self.ops, self._packs, given, ties, arguments)
 
     def _given(self, tensors: Iterable[Any]) -> tuple[dict[int, tuple[int, StorageView]], dict[int, list[int]]]:
-        """For each value that one of the tensors has: which tensor, and what view that is; for those, others like it.
+        """For each value in one of the tensors, that tensor's index and view; and by index, others with the same view.
 
-        Not for a value that two of them have different parts of.
+        A value of which two tensors are different views is left out.
         """
         found: dict[int, tuple[int, StorageView]] = {}
         ties: dict[int, list[int]] = {}
@@ -264,11 +278,12 @@ class Tracer:
 
 @contextmanager
 def tracing(tracer: Tracer) -> Iterator[None]:
-    """Show the operations inside to a tracer."""
+    """Record the operations inside with a tracer."""
     before = _other_randomness()
     with _WatchingReads(tracer), _WatchingOperations(tracer):
         yield
-    if _other_randomness() != before:  # other numbers were drawn than torch's, and will be others in the next call
+    # The next call will draw other numbers, and any number that an operation got may depend on those drawn here.
+    if _other_randomness() != before:
         never = "may depend on a random number of Python's or numpy's"
         tracer.ops = [replace(op, never=op.never or never) if op.has_numbers else op for op in tracer.ops]
 
@@ -277,26 +292,26 @@ def _other_randomness() -> tuple[Any, ...]:
     return random.getstate(), str(np.random.get_state(legacy=False))  # noqa: NPY002  (what functions use)
 
 
-# What a reshape without a copy leaves: one of these while tracing, another afterwards.
-_RESHAPED = frozenset({"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"})
-# What hands numbers to Python and others without being an operation.
-_READING = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
+# The graph nodes of a reshape without a copy: under a dispatch mode it is one of these, without a mode another.
+_RESHAPE_NODES = frozenset({"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"})
+# Methods that hand a tensor's values to Python or other libraries without being a dispatched operation.
+_READING_METHODS = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
 
 
 class _WatchingReads(TorchFunctionMode):
-    """Notes that values are read by something else than operations."""
+    """Records that values are read by something other than operations."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self._tracer.reads_numbers |= getattr(func, "__name__", "") in _READING
+        self._tracer.reads_numbers |= getattr(func, "__name__", "") in _READING_METHODS
         return func(*args, **(kwargs or {}))
 
 
 class _WatchingOperations(TorchDispatchMode):
-    """Notes each operation, what it reads, makes and changes, and how long it takes."""
+    """Records each operation: what it reads, makes and changes, and how long it takes."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -311,8 +326,8 @@ class _WatchingOperations(TorchDispatchMode):
         arguments = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         if any(tensor.layout is not torch.strided for tensor in tensors):
-            return func(*args, **kwargs)  # what it makes comes from nowhere, as far as the trace goes
-        # Before it runs: afterwards an argument may have another shape or storage.
+            return func(*args, **kwargs)  # not recorded: its results count as values that existed before the run
+        # Views are taken before it runs: afterwards an argument may have another shape or storage.
         viewed_args, viewed_kwargs = tree_map(
             lambda leaf: tracer.view(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
@@ -335,7 +350,7 @@ class _WatchingOperations(TorchDispatchMode):
         return result
 
     def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Note which values an operation changes in place; returns whether it does."""
+        """Record which values an operation changes in place; whether it changes any."""
         tracer, written = self._tracer, written_by(func, args, kwargs)
         for tensor in tree_leaves(written):
             if isinstance(tensor, torch.Tensor):
@@ -345,7 +360,7 @@ class _WatchingOperations(TorchDispatchMode):
         return func._schema.is_mutable or bool(written)
 
     def _outputs(self, result: Any, two: bool) -> tuple[tuple[StorageView | None, ...], bool]:
-        """The views that an operation returns, and whether one is of a new value; `two`: see `TracedValue`."""
+        """The views that an operation returns, and whether one of them is of a new value, which gets this `two`."""
         tracer, views, made = self._tracer, list[StorageView | None](), False
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
@@ -361,9 +376,9 @@ class _WatchingOperations(TorchDispatchMode):
 
 
 def _seconds_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> float:
-    """The least seconds of running an operation again, which may be because it changes nothing and draws nothing."""
+    """The least seconds of running an operation again, which is allowed, because it changes and draws nothing."""
     times = []
-    for _ in range(_TIMED_AGAIN):
+    for _ in range(_TIMINGS_OF_A_SHORT_OPERATION):
         began = _now(tensors)
         func(*args, **kwargs)
         times.append(_now(tensors) - began)
@@ -378,12 +393,12 @@ def _now(tensors: list[torch.Tensor]) -> float:
     return perf_counter()
 
 
-# Two values stay two values.
+# Operations after which two different numbers are still two.
 _SCALING = frozenset({"mul", "div", "mul_", "div_"})
 
 
 def _has_two(func: Any, args: tuple[Any, ...], tracer: Tracer) -> bool:
-    """Whether the operation's result has two different numbers only, one of them 0."""
+    """Whether the operation's result is known to have only two different numbers, one of them 0."""
     word = word_of(func)
     if word in ("bernoulli", "bernoulli_"):
         return True
@@ -398,9 +413,9 @@ def _has_two(func: Any, args: tuple[Any, ...], tracer: Tracer) -> bool:
     return False
 
 
-# On a GPU these add in any order.
+# On a GPU these add in an order that differs from run to run.
 _UNORDERED = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_put", "bincount", "histc", "cumsum"})
-# Operations that take much longer than reading their arguments.
+# Operations that take much longer than reading their arguments: names, or longer parts of names.
 _HEAVY = (
     "mm",
     "grouped_mm",
@@ -426,8 +441,9 @@ _HEAVY = (
     "einsum",
     "matmul",
 )
-# Operations whose numbers, if they have any, are shapes and dimensions, or matter for nearly every element: should one
-# change unseen, a few elements tell. Others, such as a bound or a threshold, may matter for one element in a million.
+# Operations whose numbers, if they have any, are shapes and dimensions, or affect nearly every element: if one changes
+# unnoticed, a sample of elements shows it. In others, such as a bound or a threshold, a number may affect one element
+# in a million.
 _DENSE = frozenset(
     {
         "add",
@@ -508,9 +524,9 @@ _DENSE = frozenset(
 def _why_never(func: Any, tensors: list[torch.Tensor], arguments: list[Any], reads_numbers: bool) -> str:
     """Why an operation that changes nothing cannot be run again; empty if it can.
 
-    It can where the same kernel, run later on the same values, writes the same bits. That is so of torch's own
-    operations, but for those below. And its numbers have to be those of later calls too, which only guards and samples
-    can tell: a number that came from a tensor is seen by neither, and one that matters for few elements by no sample.
+    It can if the same kernel, run later on the same values, writes the same bits. That holds for torch's own operations
+    except for those below. Moreover its numbers have to be the same in later calls, which only guards and samples can
+    verify: guards do not see a number that was read from a tensor, and no sample shows one that affects few elements.
     """
     return _why_never_at_all(func) or _why_not_with(func, tensors, arguments, reads_numbers)
 

@@ -1,9 +1,9 @@
 """Steps through `torch.compile`: compiled once, the same in first runs and reruns.
 
 `torch.compile` makes one program for a step with grad and another for a step without, and they need not agree in every
-bit. The first steps are tried with both. Where they agree in all of some hundred numbers, runs that keep no tape use
-the one without grad, which is faster; else they use the other and drop its tape. The results are those of the plain
-loop over the compiled step; should the programs part later, the check of reruns says so.
+bit. The first steps are tried with both. If both agree in several hundred numbers, runs that keep no tape use the
+program without grad, which is faster; otherwise they use the other one and drop its tape. The results are those of the
+plain loop over the compiled step; if the programs differ later, the comparison of reruns with first runs finds it.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from lowtide.torch.loops.step import StepFunction
 from lowtide.torch.memory import recording
 from lowtide.torch.state.bits import same_bits
 
-# Programs that differ do so in about one number of ten, so 512 that agree leave little doubt; small states take more
-# than one step to come to that many.
+# Programs that differ do so in about one number of ten, so 512 numbers that agree leave little doubt. Small states need
+# more than one step for that many.
 _ENOUGH_NUMBERS = 512
 _MOST_COMPARED_STEPS = 16
-_MOST_FUNCTIONS = 64  # whose compiled form is kept from loop to loop
-_MOST_SHAPES = 64  # of one function's carry, for which it is remembered whether both programs agree
+_MOST_FUNCTIONS = 64  # whose compiled form is cached from loop to loop
+_MOST_SHAPES = 64  # of one function's carry, for which it is cached whether both programs agree
 
 
 class _Compiled:
-    """A compiled function, and for which shapes its two programs were found to agree, or not."""
+    """A compiled function, and for each tuple of shapes whether its two programs were found to agree."""
 
     def __init__(self, target: Callable[..., Any]) -> None:
         self.call = torch.compile(target)
         self.agrees: Cache[bool] = Cache(_MOST_SHAPES)
 
 
-# By the function itself, which its compiled form holds on to in any case.
+# By the function itself, not its `id`: its compiled form refers to it in any case.
 _compiled: Cache[_Compiled] = Cache(_MOST_FUNCTIONS)
 
 
 def use_compiled(runner: StepRunner, target: Callable[..., Any], step: Callable[[Any], StepFunction]) -> None:
-    """Let the runner, which is at its beginning, run `step` made of the compiled `target`."""
+    """Make the runner, which is at its beginning, run the step that `step` makes of the compiled `target`."""
     found = _compiled.get(target)
     if found is None:
         found = _compiled.setdefault(target, _Compiled(target))
@@ -55,7 +55,7 @@ def use_compiled(runner: StepRunner, target: Callable[..., Any], step: Callable[
 
 
 def _agrees(runner: StepRunner) -> bool:
-    """Whether the first steps make the same bits with and without grad."""
+    """Whether the first steps compute the same bits with and without grad."""
     outcomes: list[list[Any]] = []
     for with_grad in (True, False):
         with recording.recomputing():
@@ -66,7 +66,7 @@ def _agrees(runner: StepRunner) -> bool:
 
 
 def _outcome(runner: StepRunner, with_grad: bool) -> list[Any]:
-    """States and outputs of the first steps, run with grad or without, keeping no tape."""
+    """The states and outputs of the first steps, run with or without grad, keeping no tape."""
     seen: list[Any] = []
     stop = min(_MOST_COMPARED_STEPS, runner.length)
     with runner.ambient.uncached(), torch.set_grad_enabled(with_grad):

@@ -1,11 +1,11 @@
 """Plays a plan's actions on tensors, as one node of the user's graph.
 
 The forward pass is the plan's first sweep, up to its first Backward: steps run without grad, planned snapshots are
-kept, the last stretch is taped and waits. The backward plays the rest, and `pullback` takes the gradients through
-each tape. No per-step graph survives, so a step costs its own time. After the first sweep, what has changed that
-reruns would not see is refused.
+kept, the last stretch is taped and waits. The backward plays the rest, and `pullback` takes the gradients through each
+tape. No per-step graph survives, so a step costs no more than its own time. After the first sweep, changes that reruns
+would not see are refused.
 
-What an action does to tensors is the runner's business; here is decided what it does to snapshots and tapes.
+The engine decides what an action does to snapshots and tapes; the runner, what it does to tensors.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from lowtide.torch.memory import recording
 class Engine:
     """A loop's snapshots and tapes, from its first step to the end of its backward.
 
-    `ahead` are its first steps, which the runner has run already; they are played by using what they left.
+    `ahead` are its first steps, which the runner has already run; they are played by using their states and tapes.
     """
 
     def __init__(self, runner: StepRunner, actions: Callable[[], Iterator[Action]], ahead: list[Ahead]) -> None:
         self.runner = runner
         self.ahead = ahead
         self._actions = actions
-        self._pending: Iterator[Action] | None = None  # what the backward is to play
-        self._snapshots: dict[int, Snapshot] = {}
+        self._pending: Iterator[Action] | None = None  # the actions that are left for the backward
+        self._snapshots: dict[int, Snapshot] = {}  # by step
         self._pieces: list[Piece] = []  # tapes that wait for their backward, end to end
-        self._connected = False  # whether the current state belongs to the graph of the last piece
+        self._connected = False  # whether the current state is part of the graph of the last piece
         self._pullback: Pullback | None = None
 
     def sweep(self) -> list[Any]:
-        """Play up to the first Backward, or the first return to a snapshot; returns the leaves of the final state."""
+        """Play up to the first Backward or Restore; the leaves of the final state."""
         actions = self._actions()
         with self.runner.ambient.uncached():
             for action in actions:
@@ -50,13 +50,13 @@ class Engine:
         return self.runner.end_first_runs()
 
     def backward(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Play the rest; returns the gradients of the differentiable start, the inputs and the captured, in a row."""
+        """Play the rest; the gradients of the differentiable start, then of the inputs, then of captured tensors."""
         runner = self.runner
         actions, self._pending = self._pending, None
         self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
         with runner.rerunning():
             try:
-                if actions is None:  # a second backward through a retained graph: everything again
+                if actions is None:  # a second backward through a retained graph plays everything again
                     self._resume(0, runner.begin)
                     actions = self._actions()
                 for action in actions:
@@ -70,12 +70,12 @@ class Engine:
         return [*starts, *pullback.xs(), *pullback.captured]
 
     def end_at(self, length: int, actions: Callable[[], Iterator[Action]]) -> None:
-        """The loop turns out to end after `length` steps; `actions` are those that play all of it once more."""
+        """Set the length of a loop that turns out to end after `length` steps; `actions` play all of it once more."""
         self.runner.end_at(length)
         self._actions = actions
 
     def result_flags(self) -> list[bool]:
-        """For each result of the outputs and each part of the final state, whether it has a gradient."""
+        """For each result of the outputs, then each part of the final state, whether it has a gradient."""
         profile, outputs = self.runner.profile, self.runner.outputs
         if not self._pieces:
             return [*profile.outputs, *profile.state]
@@ -121,7 +121,7 @@ class Engine:
         return self.runner.snapshot()
 
     def _disconnect(self) -> None:
-        """After a tape that stays: what follows it does not belong to its graph."""
+        """Detach the current state from the last tape: what follows is not part of that tape's graph."""
         if self._connected:
             self.runner.detach_state()
             self._connected = False
@@ -140,7 +140,7 @@ class Engine:
             recording.count(taping=1)
             start += 1
         if start < stop:
-            # Where a tape goes on from another it is one piece: the state between needs no root of its own.
+            # A tape that continues another one is the same piece: the state between them needs no root of its own.
             onto = self._pieces.pop() if self._connected else None
             self._pieces.append(self.runner.tape(start, stop, onto=onto))
             recording.count(taping=stop - start)
@@ -148,12 +148,13 @@ class Engine:
             self._connected = True
 
     def _tape_ahead_again(self, start: int, stop: int) -> int:
-        """Steps were run ahead, but not all of their tapes could be kept: run those once more; returns the last's end.
+        """Run steps that were run ahead, but whose tapes were not all kept, once more to tape them; where they end.
 
-        They are counted as runs that were not part of the plan.
+        Their first runs, and those that lead to them again, are counted as not part of the plan.
         """
         end = start + len(self.ahead)
         stop = min(stop, end)
+        # Executed in all: `end` runs ahead, of which `start` were counted as plain, and `stop` runs from here.
         recording.count(probe=end, taping=stop - start)
         self.ahead.clear()
         self.runner.restart()
@@ -178,7 +179,7 @@ class Engine:
 
 
 def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
-    """Run the engine's loop; returns the final carry, and the results of outputs, as tensors of the user's graph."""
+    """Run the engine's loop; the final carry and the results of outputs, as tensors of the user's graph."""
     runner = engine.runner
     tensors = [*runner.start_tensors(), *runner.inputs.differentiable, *runner.captured.tensors]
     box: list[Any] = []
@@ -190,9 +191,10 @@ def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
 
 
 class _Loop(torch.autograd.Function):
-    """From the differentiable start, inputs and captured tensors to results of outputs and the final state.
+    """The loop as an autograd Function of its differentiable start, inputs and captured tensors.
 
-    `box` receives all results; those that are no tensors cannot be returned.
+    It returns the results of outputs and the final state. `box` receives all results, because a Function cannot return
+    those that are not tensors.
     """
 
     @staticmethod
@@ -213,12 +215,12 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors  # torch refuses here what was freed or changed in place
+        tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors  # raises if one was freed or changed in place
         placed: list[torch.Tensor | None] = [None] * ctx.total
         for place, grad in zip(ctx.tensor_places, grads, strict=True):
             placed[place] = grad
         recording.leave_out(grads)
-        if torch.is_grad_enabled():  # create_graph=True: no plan is played, and the memory is that of a plain loop
+        if torch.is_grad_enabled():  # create_graph=True: no plan is played, and memory is that of a plain loop
             return (None, None, *_differentiable(ctx.engine.runner, tensors, placed))
         found = ctx.engine.backward(placed)
         recording.leave_out(found)
@@ -228,11 +230,12 @@ class _Loop(torch.autograd.Function):
 def _differentiable(
     runner: StepRunner, tensors: tuple[torch.Tensor, ...], grads: list[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The plain loop run again from `tensors`, with a graph through which gradients can be differentiated."""
+    """The gradients of the plain loop, run again from `tensors`, with a graph through which they are differentiable."""
     with recording.recomputing():
         captured = runner.captured
-        # Fresh nodes for everything that is given, so that nothing runs on into how it was made; for what is captured
-        # only where one tensor was made from another, because then each function call has to be watched.
+        # Views of everything that is given, so that the gradients stop there and do not go on into the graph that made
+        # it. For captured tensors only if one was computed from another: replacing them means watching each function
+        # call.
         given = [tensor.view_as(tensor) for tensor in tensors[: len(tensors) - len(captured.tensors)]]
         swaps = {id(tensor): tensor.view_as(tensor) for tensor in captured.tensors} if captured.dependent else {}
         wanted = [*given, *(swaps.get(id(tensor), tensor) for tensor in captured.tensors)]
@@ -254,7 +257,7 @@ def _differentiable(
 
 
 def _plain_again(runner: StepRunner, given: list[torch.Tensor]) -> list[Any]:
-    """The whole loop with its graph, from the differentiable start leaves and inputs in `given`."""
+    """The results of the whole loop with their graph, from the differentiable start leaves and inputs in `given`."""
     rest = iter(given)
     begin, count = runner.begin.all_leaves(), len(runner.begin.leaves)
     start = [next(rest) if flag else leaf for leaf, flag in zip(begin, runner.first_flags, strict=True)]

@@ -1,4 +1,4 @@
-"""What a loop hands to its steps: tensors indexed along their first axis, and `Steps`, which need not be in memory."""
+"""The inputs of a loop's steps: tensors indexed along their first axis, and `Steps`, which need not be in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowtide.checks import whole_number
 from lowtide.errors import InputError
 from lowtide.torch.state.trees import form_of, leaves_of
 
-# Rows are cut from their tensors in one go, which is cheaper than one by one; more of them at a time gain nothing.
+# Rows are taken from their tensors this many at once, which is cheaper than one by one; larger numbers gain nothing.
 _MOST_ROWS_AT_ONCE = 64
 
 
@@ -19,11 +19,11 @@ class Steps:
     """One item for each step, fetched when the step runs: nothing is stacked, nothing stays in memory.
 
     `source` is anything that can be indexed (a memmap, a dataset, a list of items), or a function of the step's index.
-    It is asked again for every rerun and must return the same item again. No gradient flows into items.
+    It is asked again for every rerun and must then return the same item. No gradient flows into items.
 
     Args:
-        source: `source[k]` or `source(k)` is what step k gets: a tensor or any nested value.
-        length: the number of steps; `len(source)` if left out.
+        source: `source[k]` or `source(k)` is the input of step k: a tensor or any nested value.
+        length: the number of steps; `len(source)` by default.
     """
 
     def __init__(self, source: Any, length: int | None = None) -> None:
@@ -48,10 +48,10 @@ class Steps:
 
 
 class Inputs:
-    """The inputs of a whole loop, handed out by `rows`.
+    """The inputs of a whole loop; `rows` yields those of single steps.
 
     With `reverse`, step k gets the k-th item from the end, as in `jax.lax.scan`; `place(k)` is that item's index.
-    Tensors that need a gradient are in `differentiable`.
+    Tensors that require a gradient are in `differentiable`.
     """
 
     def __init__(self, xs: Any, length: int | None, reverse: bool, argument: str = "xs") -> None:
@@ -71,13 +71,13 @@ class Inputs:
         self._names = names
 
     def place(self, k: int) -> int:
-        """Which item step k gets, and where its output goes."""
+        """The index of the item that step k gets, and of its output."""
         return k if self._last is None else self._last - k
 
     def rows(self, start: int, stop: int, leaves: list[torch.Tensor] | None = None) -> Iterator[Any]:
-        """What steps [start, stop) get, one after the other, apart from every graph.
+        """The inputs of steps [start, stop), one after another, detached from every graph.
 
-        With `leaves`, what is differentiable needs a gradient, and is appended there as its step comes up.
+        With `leaves`, differentiable inputs require a gradient, and are appended there as their step comes up.
         """
         for low in range(start, stop, _MOST_ROWS_AT_ONCE):
             high = min(low + _MOST_ROWS_AT_ONCE, stop)
@@ -96,7 +96,7 @@ class Inputs:
                 yield self._form.unflatten(items)
 
     def _column(self, source: Any, low: int, high: int) -> Iterable[Any]:
-        """The items of one source for steps [low, high); tensors are split in one go, which is cheap."""
+        """The items of one source for steps [low, high); a tensor is split at once, which is cheap."""
         first, last = self.place(low), self.place(high - 1)
         if not isinstance(source, Steps):
             items: tuple[torch.Tensor, ...] = source[min(first, last) : max(first, last) + 1].unbind(0)
@@ -115,7 +115,7 @@ class Inputs:
         return item
 
     def connected(self, xs: list[torch.Tensor]) -> Iterator[Any]:
-        """What all steps get, with the differentiable tensors replaced by `xs` and their graphs kept."""
+        """The inputs of all steps, with the differentiable tensors replaced by `xs` and connected to their graphs."""
         replacements = iter(xs)
         sources = [
             next(replacements).unbind(0) if wanted else source
@@ -125,14 +125,14 @@ class Inputs:
             yield self._form.unflatten([source[self.place(k)] for source in sources])
 
     def blank(self) -> Any:
-        """Zeros of the shape that a step would get, for a loop of no steps."""
+        """Zeros in the shapes of a step's input, for a loop of no steps."""
         if any(isinstance(source, Steps) for source in self._sources):
             raise InputError("Steps of length 0 do not say what a step gets, so the outputs' shapes cannot be known")
         return self._form.unflatten([source.new_zeros(source.shape[1:]) for source in self._sources])
 
 
 def _common_length(lengths: dict[str, int | None], length: int | None, argument: str) -> int:
-    """The number of steps on which all that say one agree; `length` is what the caller says."""
+    """The number of steps on which all inputs that have one agree; `length` is the caller's."""
     known = {name: size for name, size in lengths.items() if size is not None}
     if length is not None:
         known["length"] = whole_number(length, "length", least=0)
@@ -145,7 +145,7 @@ def _common_length(lengths: dict[str, int | None], length: int | None, argument:
 
 
 def _length(leaf: Any, name: str) -> int | None:
-    """The number of steps that one of the inputs is for; None for `Steps` that do not say."""
+    """The number of steps that one of the inputs is for; None for `Steps` without a length."""
     if isinstance(leaf, Steps):
         return leaf.length
     if not isinstance(leaf, torch.Tensor):

@@ -1,7 +1,7 @@
-"""A loop's step as `lean` calls it: with everything in sight that the step reads beside its arguments.
+"""A loop's step as `lean` calls it: with everything that the step is known to read beside its arguments.
 
-A step may keep state in its modules, and find modules through globals or objects of the user's own. All of that decides
-what autograd saves, so it is given to `lean` with the arguments.
+A step may keep state in its modules, and find modules through globals or the user's own objects. All of that affects
+what autograd saves, so it is passed to `lean` together with the arguments.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lowtide.torch.state.hidden import Hidden
 
 _holders: Callable[[int], int] = torch._C._storage_Use_Count
 _one = torch.empty(1)
-_ALONE = _holders(key_of(_one)) - 1  # what Python adds
+_PYTHON_HOLDERS = _holders(key_of(_one)) - 1  # references to a storage that Python adds to those of tensors
 _MOST_STEPS_KNOWN = 512
-# By what is known of a step: the most bytes that one needed while it ran and not afterwards. Kept from loop to loop,
-# because a later one may find all of its steps traced.
+# By a step's kind and forms, the most bytes that such a step needed while it ran and not afterwards. Cached from loop to
+# loop, because a later loop may find all of its steps traced.
 _needed: Cache[int] = Cache(_MOST_STEPS_KNOWN)
 
 
 class LeanStep:
-    """`f(carry, x)` with a lean tape; `target` is what the user calls it."""
+    """`f(carry, x)` with a lean tape; `target` is the user's own function, for its name."""
 
     def __init__(self, f: Callable[[Any, Any], Any], hidden: Hidden, target: Any) -> None:
         def step(carry: Any, x: Any, *_: Any) -> Any:
@@ -42,7 +42,7 @@ class LeanStep:
         self._hidden = hidden
         self._modules: list[nn.Module] = []
         self._known = 0
-        self._held: set[int] | None = None  # None: nobody asks
+        self._held: set[int] | None = None  # None if nobody asks which storages the tape holds
         self._numbers: list[list[Any]] = []
         self.varies = False  # whether numbers that the step depends on were seen to change from one step to the next
 
@@ -60,14 +60,15 @@ class LeanStep:
         return result
 
     def _compare_numbers(self, carry: Any, x: Any) -> None:
-        # Apart, because a state that begins as a number and becomes a tensor is no number that varies.
+        # Two lists, because the first changes its length where a state begins as a number and becomes a tensor: that is
+        # not a number that varies, and must not hide one in the second.
         now = [Guards(_nothing, (carry, x), {}).numbers, Guards(self._step, (self._roots(),), {}).numbers]
         rows = zip(self._numbers, now, strict=False)
         self.varies |= any(len(old) == len(new) and old != new for old, new in rows)
         self._numbers = now
 
     def _roots(self) -> list[nn.Module]:
-        """The modules that take part and are in no other."""
+        """The modules that take part and are not inside another one."""
         modules = self._hidden.modules
         if len(modules) != self._known:
             self._known = len(modules)
@@ -77,9 +78,10 @@ class LeanStep:
 
     @contextmanager
     def watched(self, held: set[int]) -> Iterator[None]:
-        """Inside, storages of the state before a step and of its results go into `held` if its tape holds them.
+        """A context in which storages of a step's state and results that its tape holds are added to `held`.
 
-        Not by hooks around the call: a lean tape that hands over what it keeps holds it longer in the backward.
+        This is not done by saved-tensor hooks around the call: a lean tape that hands over what it keeps to other hooks
+        holds it longer in the backward.
         """
         self._held = held
         try:
@@ -88,10 +90,10 @@ class LeanStep:
             self._held = None
 
     def most_needed(self, forms: tuple[Any, ...], seen: int) -> int:
-        """The most bytes that a step of these forms was ever seen to need while it ran, and no longer afterwards.
+        """The most bytes that a step with these forms was ever seen to need while it ran and not afterwards.
 
-        A step that is traced holds its whole tape as long as it runs. Where numbers vary, later steps may be traced, so
-        there has to be room for it even if the steps seen now were traced before.
+        A step that is traced holds its whole tape while it runs. If numbers vary, later steps may be traced, so there
+        has to be room for that even if the steps seen now were traced before.
         """
         key = (self._kind, *forms)
         most = max(seen, _needed.get(key) or 0)
@@ -100,10 +102,10 @@ class LeanStep:
 
 
 def _others(tensors: list[torch.Tensor]) -> dict[int, int]:
-    """For each storage of the tensors, how many hold it beside them."""
+    """For each storage of the tensors, the number of references to it beside theirs."""
     known = Counter(key_of(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
-    return {key: _holders(key) - _ALONE - count for key, count in known.items()}
+    return {key: _holders(key) - _PYTHON_HOLDERS - count for key, count in known.items()}
 
 
 def _nothing() -> None:
-    """Depends on its arguments only."""
+    """A function without code of its own, so that guards of a call depend on the arguments only."""

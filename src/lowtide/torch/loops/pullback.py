@@ -1,17 +1,17 @@
-"""The backward of a loop: cotangents pulled back through one piece of tape after the other.
+"""The backward of a loop: cotangents pulled back through one piece of tape after another.
 
-Every sum is made in the plain loop's order, so that gradients equal the plain loop's to the last bit. Autograd runs
-nodes in descending order of their making, and adds what arrives at a tensor in that order:
+Every sum is taken in the plain loop's order, so that gradients equal the plain loop's to the last bit. Autograd runs
+nodes in descending order of their creation, and adds what arrives at a tensor in that order:
 
 - A captured tensor's running gradient enters each piece first, as a root: roots are added before any node runs.
 - An output that *is* part of a state (a GRU returning `(h, h)`, a window of the last outputs that is carried along)
-  gets its cotangent from a stack, before any later step's contributions: so it is handed in at the start of the topmost
-  piece that has it in its state. `Shared` knows, for each place where a piece starts, which outputs of which steps are
-  parts of the state there; they are told by identity. Outputs of steps further back than the last are looked for only
-  if the first steps show that they stay in the state.
-- A tensor that sits at several positions of a state is one leaf.
-- A running sum's cotangent arrives after the next step's contributions: the engine makes a `y.view_as(y)` where the
-  sum is.
+  gets its cotangent from a stack, before the contributions of any later step: so it enters at the start of the last
+  piece that has it in its state. `Shared` knows, for each step at which a piece starts, which outputs of which steps
+  are parts of the state there; they are recognised by identity. Outputs of steps before the last one are looked for
+  only if the first steps show that outputs stay in the state.
+- A tensor at several positions of a state is one leaf.
+- A running sum's cotangent arrives after the next step's contributions: the runner makes a `y.view_as(y)` where the sum
+  is taken, and the cotangent enters there.
 """
 
 from __future__ import annotations
@@ -35,35 +35,36 @@ from lowtide.torch.state.capture import Captured, edge_of, gradients
 class Piece:
     """The tape of steps [start, stop): where gradients enter its graph and where they come out.
 
-    Pieces lie end to end and are pulled from the last to the first: the state that one starts from, a leaf of its own
-    graph, is the state at which the one below it ends. A piece whose last step is current may be made longer.
+    Pieces lie end to end and are pulled back from the last to the first: the state that one starts from, a leaf of its
+    own graph, is the state at which the piece before it ends. A piece at whose end the current state is may be made
+    longer.
     """
 
     start: int
     stop: int
-    since: int  # where its nodes begin in the order of their making
-    starts: list[torch.Tensor | None]  # the state at start, None where no gradient flows
-    ends: list[GradientEdge | None]  # the state at stop
+    since: int  # the sequence number from which on graph nodes are the piece's own
+    starts: list[torch.Tensor | None]  # the state at start by position, None where no gradient flows
+    ends: list[GradientEdge | None]  # the state at stop, likewise
     outputs: list[list[tuple[int, GradientEdge]]]  # for each output leaf, (step, where its cotangent enters), by steps
-    xs: list[torch.Tensor]  # each step's own inputs in a row
+    xs: list[torch.Tensor]  # the differentiable inputs of each step, step after step
 
     def roots(self) -> list[GradientEdge]:
-        """Wherever a gradient may enter."""
+        """All edges at which a gradient may enter."""
         edges = [edge for edge in self.ends if edge is not None]
         return edges + [edge for column in self.outputs for _, edge in column]
 
 
 @dataclass(slots=True)
 class Profile:
-    """What the probe steps taught about all steps."""
+    """What the probed steps have shown about all steps."""
 
-    state: list[bool]  # for each position of the state after step 0, whether gradients flow through it
-    outputs: list[bool]  # for each output leaf
+    state: list[bool]  # for each position of the state after a step, whether gradients flow through it
+    outputs: list[bool]  # for each output leaf, likewise
 
 
 @dataclass(frozen=True, slots=True)
 class SharedOutput:
-    """Output leaf `leaf` of step `step` is what sits at `position` of the state."""
+    """Output leaf `leaf` of step `step` is the tensor at `position` of the state."""
 
     leaf: int
     step: int
@@ -71,24 +72,24 @@ class SharedOutput:
 
 
 class Shared:
-    """By step, the outputs of steps before it that are parts of the state there.
+    """For each step, the outputs of earlier steps that are parts of the state there.
 
-    `ran`, `moved` and `resumed` follow outputs that stay in the state for longer than one step; to be called only
-    where `stays` says that some do.
+    `ran`, `moved` and `resumed` follow outputs that stay in the state for longer than one step; they need to be called
+    only if `stays` says that some do.
     """
 
     def __init__(self) -> None:
-        self.stays = True  # until the first steps have shown otherwise
+        self.stays = True  # assumed until the first steps have shown otherwise
         self._by_step: dict[int, list[SharedOutput]] = {}
-        # (output, leaf, step), weakly: an output that nobody has any more is in no state.
+        # (output, leaf, step). The references are weak: an output that has died is in no state.
         self._recent: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
 
     def at(self, step: int) -> list[SharedOutput]:
-        """What was noted for the state at `step`."""
+        """The outputs that were recorded for the state at `step`."""
         return self._by_step.get(step, [])
 
     def note(self, step: int, state: list[Any], outputs: list[Any]) -> None:
-        """The state at `step` is reached, and `outputs` are those of the step before."""
+        """Record which outputs are parts of the state at `step`; `outputs` are those of the step before."""
         if not outputs:
             return
         known = [(output, m, step - 1) for m, output in enumerate(outputs)]
@@ -103,37 +104,37 @@ class Shared:
         ]
 
     def ran(self, step: int, outputs: list[Any]) -> None:
-        """A step ran; its outputs may stay in the state for longer."""
+        """Follow the outputs of a step that ran: they may stay in the state for longer."""
         self._recent = [entry for entry in self._recent if entry[0]() is not None]
         self._recent += [(weakref.ref(y), m, step) for m, y in enumerate(outputs) if isinstance(y, torch.Tensor)]
 
     def moved(self, old: list[Any], new: list[Any]) -> None:
-        """Parts of the state were replaced by others that stand for them."""
+        """Follow outputs through a replacement of the state's leaves: each new leaf stands for the old one."""
         now = {id(a): b for a, b in zip(old, new, strict=True) if isinstance(b, torch.Tensor)}
         alive = [(output, m, k) for ref, m, k in self._recent if (output := ref()) is not None]
         self._recent = [(weakref.ref(now.get(id(output), output)), m, k) for output, m, k in alive]
 
     def resumed(self, step: int, state: list[Any]) -> None:
-        """The state at `step` is current again."""
+        """Follow the outputs in the state at `step`, which is current again."""
         self._recent = [(weakref.ref(state[entry.position]), entry.leaf, entry.step) for entry in self.at(step)]
 
     def settle(self) -> None:
-        """The first steps are over: do outputs stay in the state for longer than one step."""
+        """Decide, after the first steps, whether outputs stay in the state for longer than one step."""
         self.stays = any(e.step < step - 1 for step, entries in self._by_step.items() for e in entries)
 
     def forget(self, step: int) -> None:
-        """The piece that ends at `step` is done with."""
+        """Discard the record for `step`, where a piece ends that has been pulled back."""
         self._by_step.pop(step, None)
 
     def clear(self) -> None:
-        """Forget everything but whether outputs stay."""
+        """Discard everything except for whether outputs stay."""
         self._by_step.clear()
         self._recent.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class LoopParts:
-    """What a pullback has to know of its loop."""
+    """The parts of a loop that its pullback needs."""
 
     inputs: Inputs
     outputs: Outputs
@@ -145,9 +146,9 @@ class LoopParts:
 class Pullback:
     """Cotangents on their way back through a loop of `length` steps.
 
-    `grads` are those of the outputs and of the final state, by position; `names` tells what positions are called; `xs`
-    are the inputs whose gradients are wanted. Between two pieces, `state` has the cotangents of the state there, and
-    `captured` the gradients of what is captured, summed from the last step down to there.
+    `grads` are the cotangents of the outputs, then of the final state by position; `names` returns the names of
+    positions; `xs` are the inputs whose gradients are wanted. Between two pieces, `state` has the cotangents of the
+    state there, and `captured` the gradients of captured tensors, summed from the last step down to there.
     """
 
     def __init__(
@@ -164,21 +165,23 @@ class Pullback:
         count = len(loop.profile.outputs)
         self._outputs = grads[:count]
         self.state = grads[count:]
-        self._expected = [True] * len(self.state)  # whether the piece above took in a gradient for this position
+        self._expected = [True] * len(
+            self.state
+        )  # by position, whether the later piece had a leaf for a gradient there
         self.captured: list[torch.Tensor | None] = [None] * len(loop.captured.targets)
         self._xs = xs
         self._x_grads: list[torch.Tensor | None] = [None] * len(xs)
-        self._entered: set[tuple[int, int]] = set()  # outputs (leaf, step) whose cotangent is in already
+        self._entered: set[tuple[int, int]] = set()  # outputs (leaf, step) whose cotangent has entered a later piece
 
     def xs(self) -> list[torch.Tensor | None]:
-        """Gradients of the inputs; None for one that no gradient reached, as in the plain loop."""
+        """The gradients of the inputs; None for one that no gradient reached, as in the plain loop."""
         return self._x_grads
 
     def pull(self, piece: Piece, *, keep: bool = False) -> None:
-        """Go back through one piece and free its tape, unless it is to be kept."""
-        # What arrives at one tensor from several roots is added in the order of the roots. That of the plain loop: what
-        # the caller does with the final state comes after the stacks were made, so its cotangents come first; then
-        # those of the stacks; then what all later steps have added to a captured tensor.
+        """Pull back through one piece and free its tape, unless it is to be kept."""
+        # What arrives at one tensor from several roots is added in the order of the roots, which has to be that of the
+        # plain loop. What the caller does with the final state is done after the outputs are stacked, so its cotangents
+        # come first; then those of the stacks; then the sums that later steps have added to captured tensors.
         roots: list[Any] = []
         cotangents: list[torch.Tensor] = []
         self._enter_state(piece, roots, cotangents)
@@ -195,18 +198,20 @@ class Pullback:
             with self._loop.captured.without_hooks():
                 grads = gradients(roots, wanted, cotangents, keep=keep)
         self.captured = list(grads[: len(targets)])
-        # From here on these are the gradients that the plain loop has too; while they were made they came on top.
+        # From now on these replace the sums so far, which the plain loop holds too. While they were computed, both were
+        # alive, and that counts.
         recording.leave_out(self.captured, from_now=True)
         after = len(targets) + len(starts)
         arrived = dict(zip(starts, grads[len(targets) : after], strict=True))
-        # A tensor at several positions has one gradient, which enters the piece below once.
+        # A tensor at several positions has one gradient, which enters the next piece once: `pop` leaves None for the
+        # other positions.
         self.state = [None if leaf is None else arrived.pop(id(leaf), None) for leaf in piece.starts]
         self._expected = [leaf is not None for leaf in piece.starts]
         if self._xs:
             self._take_x_grads(piece, grads[after:])
 
     def _enter_state(self, piece: Piece, roots: list[Any], cotangents: list[torch.Tensor]) -> None:
-        """Cotangents of the state at which the piece ends."""
+        """Add the cotangents of the state at which the piece ends."""
         for position, edge in enumerate(piece.ends):
             if edge is None:
                 continue
@@ -218,9 +223,9 @@ class Pullback:
                 cotangents.append(cotangent)
 
     def _enter_outputs(self, piece: Piece, roots: list[Any], cotangents: list[torch.Tensor]) -> None:
-        """Cotangents of outputs, in the order of the plain loop's stacks: the last leaf's first, step by step.
+        """Add the cotangents of outputs in the order of the plain loop's stacks: the last leaf's first, step by step.
 
-        Outputs of steps below the piece that are parts of the state at its start come in here; pieces below leave them
+        Outputs of steps before the piece that are parts of the state at its start enter here; earlier pieces leave them
         out.
         """
         loop, place = self._loop, self._loop.inputs.place
@@ -238,7 +243,7 @@ class Pullback:
             if self._entered:
                 entries = [entry for entry in entries if (m, entry[0]) not in self._entered]
             entries = below.get(m, []) + entries
-            if below or place(0):  # a stack's order is that of places
+            if below or place(0):  # in a stack the order is that of places, which `reverse` and `below` change
                 entries = sorted(entries, key=lambda entry: place(entry[0]))
             rows = loop.outputs.cotangents(grad, [place(k) for k, _ in entries], last)
             for (_, edge), cotangent in zip(entries, rows, strict=True):
@@ -247,9 +252,9 @@ class Pullback:
                     cotangents.append(cotangent)
 
     def _outputs_below(self, piece: Piece) -> dict[int, list[tuple[int, GradientEdge]]]:
-        """By leaf, the outputs of steps below the piece that are in the state at its start, and not entered yet."""
+        """By leaf, the outputs of steps before the piece that are in the state at its start and have not entered yet."""
         below: dict[int, list[tuple[int, GradientEdge]]] = {}
-        if self._loop.outputs.in_step_order:  # a sum is made where its step is, and not after the loop
+        if self._loop.outputs.in_step_order:  # a running sum is taken at its step, not after the loop
             return below
         for entry in self._loop.shared.at(piece.start):
             leaf = piece.starts[entry.position]
@@ -259,7 +264,7 @@ class Pullback:
         return below
 
     def _take_x_grads(self, piece: Piece, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """Put the gradients of the steps' own inputs where they belong in those of the whole ones."""
+        """Write the gradients of single steps' inputs into those of the whole inputs."""
         rest = iter(grads)
         for k in range(piece.start, piece.stop):
             place = self._loop.inputs.place(k)

@@ -1,7 +1,7 @@
-"""A step of a loop: made of what the user gave, in one form for scans and for loops, then called and checked.
+"""A step of a loop: the user's function in one form for scans and for loops, and the checks around a call of it.
 
-The form is `f(carry, x) -> (carry, y)`. A for loop has a carry of None. A fold of the user's own is part of the step,
-and its value part of the carry.
+The form is `f(carry, x) -> (carry, y)`. The carry of a for loop is None. The user's own fold is part of the step, and
+its value part of the carry.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ StepFunction = Callable[[Any, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What the user asked for: a function, what it begins with and what it gets, and what becomes of its outputs."""
+    """A loop as the user wrote it: a function, its first carry, its inputs, and what happens to its outputs."""
 
-    target: Callable[..., Any]  # what the user gave: where hidden state is looked for, and what is compiled
+    target: Callable[..., Any]  # the user's function: it is searched for hidden state, and may be compiled
     has_carry: bool
     init: Any
     inputs: Inputs
@@ -36,10 +36,10 @@ class Loop:
 
     def __post_init__(self) -> None:
         function(self.target, "f")
-        fold_of(self.reduce)  # says so if there is no such word
+        fold_of(self.reduce)  # refuses a word that is not known
 
     def outputs(self) -> Outputs:
-        """Where the steps' outputs go; with a fold of the user's own there are none."""
+        """Where the steps' outputs go; with the user's own fold there are none."""
         return outputs_for(self.reduce if isinstance(self.reduce, str) else None, self.inputs.length)
 
     def begin(self) -> Any:
@@ -48,7 +48,7 @@ class Loop:
         return self.init if fold is None else (self.init, fold[0])
 
     def step(self, target: Callable[..., Any]) -> StepFunction:
-        """The step that calls `target`; a fold of the user's own is part of it."""
+        """The step that calls `target`; the user's own fold is part of it."""
         f = target if self.has_carry else lambda _, x: (None, target(*x))
         if self.fold is None:
             return f
@@ -57,23 +57,23 @@ class Loop:
         def folding(carry: Any, x: Any) -> Any:
             result = f(carry[0], x)
             if not isinstance(result, tuple | list) or len(result) != 2:
-                return result  # the stepper says what is wrong with it
+                return result  # the stepper raises the error
             return (result[0], fold(carry[1], result[1])), None
 
         return folding
 
     def result(self, carry: Any, ys: Any) -> tuple[Any, Any]:
-        """Final carry and outputs as the user gets them."""
+        """The final carry and the outputs, as the user gets them."""
         return (carry, ys) if self.fold is None else (carry[0], carry[1])
 
     @property
     def fold(self) -> Fold | None:
-        """The initial value and the function of a fold of the user's own."""
+        """The initial value and the function of the user's own fold; None if there is none."""
         return fold_of(self.reduce)
 
 
 class Stepper:
-    """`f(carry, x) -> (carry, y)`, with a carry that keeps the form, shapes and dtypes it began with."""
+    """Calls `f(carry, x) -> (carry, y)`, and checks that the carry keeps its first structure, shapes and dtypes."""
 
     def __init__(self, f: StepFunction, init: Any) -> None:
         self.f = f
@@ -86,12 +86,12 @@ class Stepper:
 
     @property
     def taping(self) -> StepFunction:
-        """The step for where a tape is wanted."""
+        """The step for runs that keep a tape: lean, if there is such a step."""
         return self.f if self.lean is None else self.lean
 
     @contextmanager
     def without_lean(self) -> Iterator[None]:
-        """Inside, tapes are whole."""
+        """A context in which tapes are whole."""
         lean, self.lean = self.lean, None
         try:
             yield
@@ -99,17 +99,17 @@ class Stepper:
             self.lean = lean
 
     def run(self, k: int, carry: Any, leaves: list[Any], x: Any) -> tuple[Any, list[Any], Any]:
-        """Run step k from `carry`, whose leaves are `leaves`; returns the new carry, its leaves, and the output."""
+        """Run step k from `carry`, whose leaves are `leaves`; the new carry, its leaves, and the output."""
         held = [leaves[place] for place in self._tensors]
-        versions = [tensor._version for tensor in held]  # a version goes up when its tensor is changed in place
+        versions = [tensor._version for tensor in held]  # a tensor's version rises when it is changed in place
         carry, y = self.call(k, carry, x)
         self._refuse_changed(k, held, versions)
         return carry, self.leaves(k, carry), y
 
     def watching(self, leaves: list[Any]) -> Callable[[int, Any], None] | None:
-        """A quick check, to be called with each new carry: were the tensors of the one before changed in place.
+        """A quick check, to be called with each new carry, that the previous carry's tensors were not changed in place.
 
-        None where a carry has no tensors.
+        None if the carry has no tensors.
         """
         if not self._tensors:
             return None
@@ -125,12 +125,12 @@ class Stepper:
                 held = [leaves[place] for place in self._tensors]
                 versions = [tensor._version for tensor in held]
             except (FormError, AttributeError):
-                self.leaves(k, carry)  # says what is wrong
+                self.leaves(k, carry)  # raises the error
 
         return watch
 
     def _refuse_changed(self, k: int, held: list[torch.Tensor], versions: list[int]) -> None:
-        """Refuse step k if it changed what it got."""
+        """Refuse step k if it changed its carry in place."""
         for place, tensor, version in zip(self._tensors, held, versions, strict=True):
             if tensor._version != version:
                 raise InputError(
@@ -139,14 +139,14 @@ class Stepper:
                 )
 
     def fits(self, carry: Any) -> bool:
-        """Whether a carry has the form, shapes and dtypes of the first one."""
+        """Whether a carry has the structure, shapes and dtypes of the first one."""
         try:
             return [like_of(leaf) for leaf in self.form.flatten(carry)] == self._like
         except FormError:
             return False
 
     def call(self, k: int, carry: Any, x: Any) -> tuple[Any, Any]:
-        """The bare call: the pair that step k returned."""
+        """Call step k without checks of its carry; the pair that it returned."""
         result = (self.taping if torch.is_grad_enabled() else self.f)(carry, x)
         if type(result) is tuple and len(result) == 2:
             return result

@@ -1,4 +1,4 @@
-"""What the runs inside a block really cost, and whether a step is being run again.
+"""The measured cost of the runs inside a `with` block, and whether a step is being run again.
 
 with lt.record() as receipt:
     loss = step()
@@ -22,7 +22,7 @@ from lowtide.torch.memory.tracker import Curve
 
 
 class Recording:
-    """A receipt that is still being written; its fields are those of `lowtide.Receipt`, and `receipt` is one."""
+    """A receipt that is still being written; it has the fields of `lowtide.Receipt`, and `receipt` is such a value."""
 
     def __init__(self) -> None:
         self.plain_runs = 0
@@ -36,26 +36,26 @@ class Recording:
 
     @property
     def peak_memory(self) -> int:
-        """Most bytes of tensors made inside and alive at once; 0 if memory was not asked for."""
+        """The most bytes of tensors that were made inside and alive at once; 0 with `memory=False`."""
         return 0 if self._memory is None else self._memory.peak
 
     @property
     def held(self) -> int:
-        """What `peak_memory` counts and no budget does: outputs of loops, gradients, what is still alive at the end."""
+        """The part of `peak_memory` that no budget counts: outputs of loops, gradients, what is alive at the end."""
         if self._ended is not None:
             return self._ended.held
         return 0 if self._memory is None else self._memory.peak - self._memory.beyond(living=self._has_tapes)
 
     @property
     def curve(self) -> tuple[int, ...]:
-        """Most bytes in each of at most 400 equal shares of the time, without `held`; empty with `memory=False`."""
+        """The most bytes in each of at most 400 equal parts of the time, without `held`; empty with `memory=False`."""
         if self._ended is not None:
             return self._ended.curve
         return () if self._memory is None else self._memory.curve_beyond(living=self._has_tapes)
 
     @property
     def _has_tapes(self) -> bool:
-        """Whether steps have been taped and not pulled back, so that what is alive is not results alone."""
+        """Whether steps have been taped and not pulled back, so that not only results are alive."""
         return self.backward_runs < self.taping_runs or (self.backward_runs == 0 and self.plain_runs > 0)
 
     @property
@@ -65,7 +65,7 @@ class Recording:
 
     @property
     def receipt(self) -> Receipt:
-        """What has been recorded so far, as a value."""
+        """What has been recorded so far, as a frozen value."""
         return Receipt(
             plain_runs=self.plain_runs,
             taping_runs=self.taping_runs,
@@ -79,11 +79,11 @@ class Recording:
         )
 
     def _end(self) -> None:
-        """Keep everything as it is now: tensors that outlive the block go on being followed."""
+        """Fix all fields as they are now, because tensors that outlive the block continue to be followed."""
         self._ended = self.receipt
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """The HTML that notebooks show."""
         return self.receipt._repr_html_()
 
     def to_json(self) -> str:
@@ -94,17 +94,18 @@ class Recording:
         return str(self.receipt)
 
 
-_open: list[Recording] = []  # of all threads: a backward may run in another one than its forward
+_open: list[Recording] = []  # of all threads, because a backward may run in another thread than its forward
 
 
 @contextmanager
 def record(*, memory: bool = True) -> Iterator[Recording]:
-    """Record what the loops inside cost: runs, peak bytes of tensors, seconds.
+    """Record the cost of the loops inside: runs, peak bytes of tensors, seconds.
 
-    Runs are those of all threads, because a backward may run in another one than its forward.
+    Runs of all threads are counted, because a backward may run in another thread than its forward.
 
     Args:
-        memory: follow every tensor that this thread makes inside. It slows operations down: not for timing.
+        memory: follow every tensor that this thread makes inside. This slows operations down, so do not use it for
+            timing.
     """
     recording = Recording()
     _open.append(recording)
@@ -121,7 +122,7 @@ def record(*, memory: bool = True) -> Iterator[Recording]:
 
 
 def count(*, plain: int = 0, taping: int = 0, backward: int = 0, probe: int = 0, kept_whole: int = 0) -> None:
-    """Write runs into every receipt that is open."""
+    """Add runs to every open recording."""
     for recording in _open:
         recording.plain_runs += plain
         recording.taping_runs += taping
@@ -131,7 +132,7 @@ def count(*, plain: int = 0, taping: int = 0, backward: int = 0, probe: int = 0,
 
 
 def leave_out(tensors: Iterable[Any], *, from_now: bool = False) -> None:
-    """Tell every receipt that is open of tensors that the plain run holds too, so that no budget counts them."""
+    """Leave tensors that the plain run holds too, so that no budget counts them, out of every open recording."""
     for recording in _open:
         if recording._memory is not None:
             for tensor in tensors:
@@ -148,12 +149,12 @@ _thread = _RecordingThread()
 
 
 def is_recomputing() -> bool:
-    """Whether the step that asks is being run again, for the backward. Use it to log or count only first runs."""
+    """Whether the calling step is being run again for the backward. Use it to log or count only first runs."""
     return _thread.recomputing
 
 
 class recomputing:  # noqa: N801  (used like a function)
-    """Inside, `is_recomputing()` is True."""
+    """A context in which `is_recomputing()` is True."""
 
     __slots__ = ("_before",)
 
@@ -166,13 +167,13 @@ class recomputing:  # noqa: N801  (used like a function)
 
 
 def runs_plainly() -> bool:
-    """Whether checkpointed loops are to run as plain ones."""
+    """Whether checkpointed loops are to run as plain loops."""
     return _thread.plainly
 
 
 @contextmanager
 def plainly(yes: bool = True) -> Iterator[None]:
-    """Inside, checkpointed loops run as plain ones, unless `yes` is False: the other side of a comparison."""
+    """A context in which checkpointed loops run as plain loops (unless `yes` is False), to compare them with."""
     before = _thread.plainly
     _thread.plainly = yes
     try:

@@ -1,14 +1,14 @@
-"""Which storages are alive, since when, and how many bytes that makes; `lowtide.torch.measure` is its public face.
+"""The storages that are alive, since when, and their bytes; `lowtide.torch.measure` is the public interface.
 
-On the CPU every storage made inside is followed until it dies, through a dispatch mode that sees each operation's
-results, in the backward too. Not seen are scratch space that a kernel allocates and frees inside itself, sparse
-tensors, compiled code and other threads. Where there is a GPU, its allocator's own statistics are added. What
-existed before does not count, nor what dies of it.
+On the CPU every storage that the watched code makes is followed until it dies, through a dispatch mode that sees each
+operation's results, also in the backward. Scratch space that a kernel allocates and frees inside itself, sparse
+tensors, compiled code and other threads are not seen. If there is a GPU, its allocator's own statistics are added.
+Storages that existed before are not counted, neither while they live nor when they die.
 
-Storages come first here (`storage_of`, `tensors_of` and their bytes), then those who are shown them: `Memory` counts,
-`Log` remembers in which order they came and went. What a run holds anyway (its results, their gradients) is known only
-at its end, when the worst moment is long past: `Lifetimes` is what lets it be left out of the past, exactly, and
-`Curve` what draws bytes over time in a few hundred numbers.
+The module begins with storages (`storage_of`, `tensors_of` and their bytes), followed by the classes that watch them:
+`Memory` counts bytes, `Log` records the order in which storages are made and freed. What a run holds anyway (its
+results, their gradients) is known only at its end, when the worst moment is long past: `Lifetimes` makes it possible to
+leave such storages out of the past, exactly, and `Curve` holds bytes over time in a few hundred numbers.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-_MOST_SHARES = 400  # of time, in a curve
-_FIRST_SHARE = 1e-5  # seconds
+_MOST_SHARES = 400  # equal parts of the time, in a curve
+_FIRST_SHARE_SECONDS = 1e-5  # length of such a part when a curve begins
 
 # --- storages, and trees of tensors
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """What holds the tensor's values; None for layouts that have no single one (sparse), which are not counted."""
+    """The storage of the tensor's values; None for layouts without a single one (sparse), which are not counted."""
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
 def key_of(tensor: torch.Tensor) -> int:
-    """Where the tensor's storage is: no other one has that place as long as the tensor is alive."""
+    """The address of the tensor's storage, which no other storage has while the tensor is alive."""
     place: int = tensor.untyped_storage()._cdata
     return place
 
@@ -51,19 +51,19 @@ def storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree; those that have no single storage (sparse) are not counted anywhere."""
+    """The tensors of a tree, without those that have no single storage (sparse), which are not counted anywhere."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
 
 
 def detached(tree: Any) -> Any:
-    """The same values without their history; those that need a gradient are leaves that do."""
+    """The tree with its tensors detached from their graph; those that require a gradient are leaves that do."""
     return tree_map(
         lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf, tree
     )
 
 
 def copied(tree: Any) -> Any:
-    """The same with values of their own, no longer leaves of a graph, so that they can be changed in place."""
+    """The tree with copies of its tensors, which are not leaves of a graph and so can be changed in place."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, detached(tree))
 
 
@@ -72,10 +72,10 @@ def copied(tree: Any) -> Any:
 
 @contextmanager
 def peak(curve: Curve | None = None) -> Iterator[Memory]:
-    """Watch the code inside; what it yields can be read at any time, and afterwards.
+    """Watch the code inside; the `Memory` that it yields can be read at any time, also afterwards.
 
     Args:
-        curve: is told of every change, to be drawn over time; on the CPU.
+        curve: records every change over time; on the CPU.
     """
     memory = Memory(curve)
     with _Watching(memory):
@@ -84,15 +84,15 @@ def peak(curve: Curve | None = None) -> Iterator[Memory]:
 
 
 class StorageWatcher(Protocol):
-    """Whoever is shown what some code makes: a `Memory`, which counts, or a `Log`, which remembers the order."""
+    """An observer of the storages that some code makes: a `Memory`, which counts, or a `Log`, which has the order."""
 
     def see(self, tensor: torch.Tensor) -> None:
-        """The tensor's storage is new, or has another size than before."""
+        """Take note of the tensor's storage, which is new or has another size than before."""
 
 
 @contextmanager
 def watching(memory: StorageWatcher) -> Iterator[None]:
-    """Let `memory` see what the code inside makes."""
+    """Show `memory` the storages that the code inside makes."""
     with _Watching(memory):
         yield
 
@@ -116,21 +116,23 @@ class _Watching(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 storage = storage_of(leaf)
-                # A view of what was given is not new, unless the operation made it larger.
+                # A view of an argument is not a new storage, unless the operation has resized it.
                 if storage is not None and given.get(storage._cdata) != storage.nbytes():
                     self._memory.see(leaf)
         return result
 
 
 class Memory:
-    """Bytes of storages made while it was watching: `now` alive, `peak` at the worst moment."""
+    """The bytes of storages made while it was watching: `now` those alive, `peak` those at the worst moment."""
 
     def __init__(self, curve: Curve | None = None) -> None:
         self.now = 0
         self.peak = 0
         self._curve = curve
         self._lives = Lifetimes()
-        self._turn = threading.RLock()  # storages die in any thread
+        # Storages die in any thread, and a garbage collection can free one in the middle of a change here, in the same
+        # thread. So a death only adds its key to `_dead`, and whoever is changing something handles it at the end.
+        self._turn = threading.RLock()
         self._changing = False
         self._dead: list[int] = []
         self._on_gpus = 0
@@ -147,19 +149,18 @@ class Memory:
             if key not in self._lives:
                 self._lives.begin(key, 0)
                 weakref.finalize(storage, self._died, key).atexit = False
-            self.now += self._lives.resize(key, size)  # it may have grown
+            self.now += self._lives.resize(key, size)  # also for a storage that has grown since it was last seen
             self._settle()
 
     def _died(self, key: int) -> None:
         self._dead.append(key)
         with self._turn:
-            # A collection of garbage may come in the middle of a change, in the same thread; that settles it then.
             if not self._changing:
                 self._changing = True
                 self._settle()
 
     def _settle(self) -> None:
-        """Note the level, then bury those that died meanwhile; whoever calls has the turn."""
+        """Record the level, then remove the storages that have died in the meantime; the caller holds the lock."""
         self._note_level()
         while self._dead:
             size, born = self._lives.end(self._dead.pop())
@@ -176,7 +177,7 @@ class Memory:
             self._curve.see(self.now)
 
     def leave_out(self, tensor: torch.Tensor, *, from_now: bool = False) -> None:
-        """Do not count the tensor's storage in `beyond`, neither now nor in the past, or only from now on."""
+        """Do not count the tensor's storage in `beyond`, neither in the past nor from now on, or only from now on."""
         storage = storage_of(tensor)
         if storage is not None:
             with self._turn:
@@ -185,35 +186,36 @@ class Memory:
                 self._settle()
 
     def beyond(self, *, living: bool = False) -> int:
-        """The most bytes at once without what was left out, and without what is alive now: results, when all is done.
+        """The most bytes at once, without storages that were left out and without those alive now.
 
-        On a GPU nothing is left out.
+        At the end of a run the latter are its results. On a GPU nothing is left out.
 
         Args:
-            living: count what is alive now.
+            living: count the storages that are alive now, too.
         """
         with self._turn:
             return self._lives.most(living=living) + self._on_gpus
 
     def curve_beyond(self, *, living: bool = False) -> tuple[int, ...]:
-        """The same over time, in shares; empty without a curve."""
+        """The bytes that `beyond` counts, over time, in equal parts of the time; empty without a curve."""
         with self._turn:
             if self._curve is None:
                 return ()
-            most = self._lives.most(living=living)  # exact, where a share of time in which something was made is not
+            # The curve is too high in the part of time in which a storage that is left out was made; `most` is exact.
+            most = self._lives.most(living=living)
             return tuple(min(value, most) for value in self._curve.values(self._lives.left_out(living=living)))
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is among those counted and alive."""
+        """Whether the tensor's storage is counted and alive."""
         storage = storage_of(tensor)
         return storage is not None and storage._cdata in self._lives
 
     def alive(self) -> set[int]:
-        """Which storages are counted and alive."""
+        """The keys of the storages that are counted and alive."""
         return set(self._lives)
 
     def restart_peak(self) -> None:
-        """Forget the worst moment so far."""
+        """Discard the worst moment so far."""
         self.peak = self.now
         with self._turn:
             self._lives.restart(self.now)
@@ -225,20 +227,20 @@ class Memory:
 
 
 class Log:
-    """Births and deaths of storages on any device, in order, so that a worst moment can be told without some of them.
+    """Births and deaths of storages on any device, in order, from which a worst moment without some of them follows.
 
-    Each storage has a number, which no other one ever gets; 0 is for all that was not made here. `watching` shows it
-    what some code makes.
+    Each storage has a number that no other one ever gets; 0 stands for all storages that were not made here. Use it
+    with `watching`.
     """
 
     def __init__(self) -> None:
         self._numbers = count(1)
-        self._known: dict[int, tuple[int, int]] = {}  # of those alive, by key: (number, bytes)
-        self.events: list[tuple[int, int]] = []  # (number, bytes more or less)
+        self._known: dict[int, tuple[int, int]] = {}  # storages that are alive, by key: (number, bytes)
+        self.events: list[tuple[int, int]] = []  # (number, change in bytes)
         self.sizes: dict[int, int] = {}
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Note the tensor's storage, if it is new, and its bytes, from now until it dies."""
+        """Record the tensor's storage, if it is new, and its bytes, from now until it dies."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
@@ -266,28 +268,28 @@ class Log:
     def packing(
         self, packed: set[int], names: Mapping[int, int] | None = None, *, drop: bool = False
     ) -> saved_tensors_hooks:
-        """Inside, put into `packed` the numbers of the storages that autograd saves.
+        """Hooks that add the numbers of the storages that autograd saves to `packed`.
 
         Args:
-            packed: where the numbers go.
-            names: other names in place of numbers, by the keys of storages.
-            drop: keep nothing of what is saved.
+            packed: the set that the numbers are added to.
+            names: names to use instead of numbers, by the keys of storages.
+            drop: do not keep what is saved.
         """
         others = names or {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.layout is torch.strided:
                 packed.add(others.get(key_of(tensor), self.number(tensor)))
-            return None if drop else tensor.detach()  # the tensor itself would keep the graph alive that made it
+            return None if drop else tensor.detach()  # the tensor itself would keep the graph that made it alive
 
         return saved_tensors_hooks(pack, unpack_dropped if drop else lambda tensor: tensor)
 
     def bytes(self, numbers: Iterable[int]) -> int:
-        """Bytes of the storages with these numbers; number 0 has none."""
+        """The bytes of the storages with these numbers; number 0 counts nothing."""
         return sum(self.sizes.get(number, 0) for number in numbers)
 
     def level(self, start: int, stop: int, without: Iterable[int] = ()) -> tuple[int, int]:
-        """Bytes more at event `stop` than at event `start`, and the most in between."""
+        """The change in bytes from event `start` to event `stop`, and the largest change in between."""
         left_out = set(without)
         level = most = 0
         for number, change in self.events[start:stop]:
@@ -298,7 +300,7 @@ class Log:
 
 
 class Places:
-    """The storages of a state, each with a name that it keeps from layer to layer. Name 0 is the caller's."""
+    """The storages of a state, each with a name that it keeps from layer to layer. Those of the caller have name 0."""
 
     def __init__(self, log: Log, tree: Any, known: dict[int, int]) -> None:
         self.tensors = tensors_of(tree)
@@ -310,26 +312,26 @@ class Places:
 
 
 class Dropped(Exception):  # noqa: N818  (it is no error)
-    """What autograd saved was asked for, and nothing of it was kept."""
+    """A backward needed a saved tensor in a run that keeps none."""
 
 
 def unpack_dropped(_: None) -> torch.Tensor:
-    """The unpack hook of a run that keeps nothing."""
+    """The unpack hook of a run that keeps no saved tensors."""
     raise Dropped
 
 
 def keeping_nothing() -> saved_tensors_hooks:
-    """Inside, autograd keeps nothing of what it saves; a backward raises `Dropped`."""
+    """Hooks with which autograd keeps none of the tensors it saves; a backward raises `Dropped`."""
     return saved_tensors_hooks(lambda _: None, unpack_dropped)
 
 
 class Lifetimes:
-    """Storages by their keys, in the order in which they were made, and the most bytes that there were since each.
+    """Living storages by key, in the order in which they were made, and the most bytes that there were since each.
 
-    The time is a row of spans, from the making of each living storage to that of the next, with the most bytes in each.
-    When a storage dies its span joins the one before, so there are as many spans as living storages. One that is left
-    out is taken off all spans from its own on: it has lived through them, because a span begins when a storage is made
-    and it is still alive at the end of the last. So that is exact.
+    Time is divided into spans, from the making of each living storage to that of the next, with the most bytes in each.
+    When a storage dies, its span is joined with the one before, so there are as many spans as living storages. The
+    bytes of a storage that is left out are subtracted from all spans from its own on. That is exact: the storage was
+    made at the beginning of its span and is still alive, so it has existed throughout all of them.
     """
 
     __slots__ = ("_first", "_last", "_spans")
@@ -345,14 +347,14 @@ class Lifetimes:
         return iter(list(self._spans))
 
     def begin(self, key: int, size: int, *, left_out: bool = False) -> None:
-        """A storage is made."""
+        """Record that a storage is made."""
         span = _Span()
         span.size, span.left_out = size, left_out
         span.before, self._last.after = self._last, span
         self._last = self._spans[key] = span
 
     def resize(self, key: int, size: int) -> int:
-        """A storage changes its size, which ends its span and begins another; returns the change in bytes."""
+        """Record a storage's new size, which ends its span and begins another; the change in bytes."""
         span = self._spans[key]
         if size == span.size:
             return 0
@@ -361,7 +363,7 @@ class Lifetimes:
         return size - span.size
 
     def end(self, key: int) -> tuple[int, float | None]:
-        """A storage dies; returns the bytes that it had, 0 if it is not known, and since when, if it was left out."""
+        """Record that a storage dies; its bytes, 0 if it is not known, and when it was made if it was left out."""
         span = self._spans.pop(key, None)
         if span is None:
             return 0, None
@@ -371,7 +373,7 @@ class Lifetimes:
                 later.most -= span.size
                 later = later.after
         before = span.before
-        assert before is not None  # only the first has none, and it is no storage's
+        assert before is not None  # only the first span has none before it, and that belongs to no storage
         before.most = max(before.most, span.most)
         before.after = span.after
         if span.after is None:
@@ -381,7 +383,7 @@ class Lifetimes:
         return span.size, span.born if span.left_out else None
 
     def leave_out(self, key: int, *, from_now: bool = False) -> None:
-        """Do not count this storage in `most`, not even for the time that is past, or only from now on."""
+        """Do not count this storage in `most`, neither in the past nor from now on, or only from now on."""
         span = self._spans.get(key)
         if span is None:
             return
@@ -392,11 +394,11 @@ class Lifetimes:
         span.left_out = True
 
     def level(self, now: int) -> None:
-        """There are so many bytes at this moment, those left out among them."""
+        """Record the number of bytes at this moment, those left out included."""
         self._last.most = max(self._last.most, now)
 
     def restart(self, now: int) -> None:
-        """Forget all moments so far."""
+        """Discard all moments so far."""
         span: _Span | None = self._first
         while span is not None:
             span.most = 0
@@ -404,7 +406,8 @@ class Lifetimes:
         self._last.most = now
 
     def most(self, *, living: bool) -> int:
-        """The most bytes at once without the storages that were left out; those that live now count if `living`."""
+        """The most bytes at once without the storages that were left out; those alive now count only if `living`."""
+        # `less` has the bytes of all storages to leave out that were made at or before the beginning of the span.
         most, less = self._first.most, 0
         span = self._first.after
         while span is not None:
@@ -415,12 +418,12 @@ class Lifetimes:
         return most
 
     def left_out(self, *, living: bool) -> list[tuple[float, int]]:
-        """Of the living storages that `most` does not count: since when, by `perf_counter`, and how many bytes."""
+        """For each living storage that `most` does not count: when it was made, by `perf_counter`, and its bytes."""
         return [(span.born, span.size) for span in self._spans.values() if span.left_out or not living]
 
 
 class _Span:
-    """From the making of a storage to that of the next one that still lives."""
+    """The time from the making of a storage to that of the next one that is still alive."""
 
     __slots__ = ("after", "before", "born", "left_out", "most", "size")
 
@@ -434,9 +437,9 @@ class _Span:
 
 
 class Curve:
-    """The most bytes in each of at most 400 equal shares of the time since it was made.
+    """The most bytes in each of at most 400 equal parts (shares) of the time since the curve was made.
 
-    Shares start short. When there are too many of them, neighbours are joined, so a long recording is as cheap as a
+    Shares start short. When there are too many of them, neighbours are joined, so a long recording takes no more than a
     short one.
     """
 
@@ -444,26 +447,26 @@ class Curve:
 
     def __init__(self) -> None:
         self._began = perf_counter()
-        self._width = _FIRST_SHARE
+        self._width = _FIRST_SHARE_SECONDS
         self._most: list[int] = []
         self._level = 0
 
     def see(self, level: int) -> None:
-        """From now on there are `level` bytes."""
+        """Record that from now on there are `level` bytes."""
         share = self._share()
         self._most[share] = max(self._most[share], level)
         self._level = level
 
     def leave_out(self, born: float, size: int) -> None:
-        """So many bytes, from a reading of `perf_counter` until now, are not to be in it.
+        """Subtract `size` bytes from the time between `born`, a reading of `perf_counter`, and now.
 
-        That is exact for shares of time in which they were there all along.
+        That is exact for shares of time throughout which these bytes existed.
         """
         for share in range(self._whole_shares_since(born), self._share()):
             self._most[share] -= size
 
     def values(self, left_out: Iterable[tuple[float, int]] = ()) -> tuple[int, ...]:
-        """The shares until now, without bytes that are to be left out too: each since when, and how many."""
+        """The shares until now, without further bytes to leave out: pairs of when they were made, and how many."""
         self._share()
         values = list(self._most)
         for born, size in left_out:
@@ -475,7 +478,7 @@ class Curve:
         return max(0, ceil((born - self._began) / self._width))
 
     def _share(self) -> int:
-        """The share of time that it is now; those since the last one held what was held then."""
+        """The index of the present share of time; shares since the last change get the level of that change."""
         elapsed = perf_counter() - self._began
         while elapsed >= self._width * _MOST_SHARES:
             self._most = [max(self._most[k : k + 2]) for k in range(0, len(self._most), 2)]
@@ -486,7 +489,7 @@ class Curve:
 
 
 class _Gpu:
-    """The CUDA allocator's statistics since it was made. Not run in the project's own tests, which have no GPU."""
+    """The CUDA allocator's statistics since this was made. Not run in the project's own tests, which have no GPU."""
 
     def __init__(self, index: int) -> None:  # pragma: no cover
         self._index = index

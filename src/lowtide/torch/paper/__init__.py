@@ -1,5 +1,5 @@
-"""Paper: what a step would hold and take, with tensors that have shapes and no values.
+"""Paper: the memory and time that a step would need, from tensors that have shapes and no values.
 
-In: modules, tensors, and devices that need not be here. Out: fake tensors, results of operations on them, seconds of
-operations. Imports the core, `memory` and `state`.
+In: modules, tensors, and devices that need not be present. Out: fake tensors, results of operations on them, seconds of
+operations. Imports: the core, `memory` and `state`.
 """

@@ -1,10 +1,10 @@
-"""Descriptions of cards, to tell how long operations take on one that is not here.
+"""Descriptions of GPUs, to estimate how long operations take on one that is not present.
 
 The figures are those of public data sheets: dense matrix products, in float32 without TF32. No program reaches them.
-What is reached, `compute_share` of the operations and `bandwidth_share` of the bytes, is about what large matrix
-products and large element-wise operations get in eager PyTorch: times on paper are to compare plans by, and are no
-promise. Memory is counted in units of 10^9 bytes although cards have about 7% more: that is for the driver, libraries
-and what the allocator cannot use.
+The shares that are assumed to be reached, `compute_share` of the operations and `bandwidth_share` of the bytes, are
+about those of large matrix products and large element-wise operations in eager PyTorch: times on paper serve to compare
+plans, and are no promise. Memory is counted in units of 10^9 bytes although cards have about 7% more, which is left for
+the driver, libraries and what the allocator cannot use.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _RATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A card, or anything that runs operations.
+    """A GPU, or any other device that runs operations.
 
     Attributes:
-        name: what reports call it.
+        name: its name in reports.
         memory: bytes that a program may use.
-        bandwidth: bytes that its memory reads or writes in a second, at most.
-        float32, float16, float64, float8: floating-point operations in a second, at most, in matrix products of such
-            numbers. `float16` is for bfloat16 too; `float8` is None where there are none: then they take as long as
-            float16.
+        bandwidth: the most bytes that its memory reads or writes in a second.
+        float32, float16, float64, float8: the most floating-point operations in a second, in matrix products of such
+            numbers. `float16` applies to bfloat16 too; `float8` is None if the device has none, and such products then
+            take as long as in float16.
         start: seconds to start one operation.
-        compute_share, bandwidth_share: of these figures, what is reached.
+        compute_share, bandwidth_share: the shares of these figures that are reached.
     """
 
     name: str
@@ -62,9 +62,9 @@ class Device:
             raise InputError(f"start={self.start!r} and float8={self.float8!r} of a device must not be below 0")
 
     def seconds(self, flops: float, moved: float, dtype: torch.dtype) -> float:
-        """Seconds of an operation with this many floating-point operations, and this many bytes read and written.
+        """The seconds of an operation with `flops` floating-point operations and `moved` bytes read and written.
 
-        The slower of the two counts: a card computes while it moves.
+        The slower of the two counts, because a GPU computes while it moves data.
         """
         rate: float = getattr(self, _RATES.get(dtype, "float32")) or self.float16
         return self.start + max(flops / (rate * self.compute_share), moved / (self.bandwidth * self.bandwidth_share))
@@ -95,7 +95,7 @@ _PRESETS: dict[str, Device] = {"h100": H100, "a100": A100, "rtx4090": RTX4090}
 
 
 def device_of(device: Device | DeviceName | str) -> Device:
-    """A description as it is, or the one of that name, however it is written: "h100", "H100", "RTX 4090"."""
+    """The device itself, or the preset of that name in any spelling: "h100", "H100", "RTX 4090"."""
     if isinstance(device, Device):
         return device
     found = _PRESETS.get(device.lower().replace(" ", "").replace("-", "")) if isinstance(device, str) else None

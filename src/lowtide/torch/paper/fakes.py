@@ -1,7 +1,7 @@
-"""Tensors without values in the place of others: same shapes, same shared storages, no memory.
+"""Fake tensors, without values, in place of real ones: same shapes, same shared storages, no memory.
 
-Tensors of whole numbers and of truth values, and other small ones, keep their values, so that a model finds its masks
-and positions (`results.py`). Parameters and what needs a gradient never do.
+Tensors of whole numbers and booleans, and other small ones, keep their values, so that a model finds its masks and
+positions (`results.py`). Parameters and tensors that require a gradient never do.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowtide.errors import InputError
 from lowtide.torch.state.notes import SMALL
 
-MOST_KNOWN_BYTES = 16 * 2**20  # of a tensor with values; what is larger has none
-_MOST_KNOWN_BYTES_OF_FRACTIONS = SMALL  # of one that is not of whole numbers: what calls of `checkpoint` make copies of
-_ORDINARY = torch._C._disabled_torch_dispatch_impl
+MOST_KNOWN_BYTES = 16 * 2**20  # of a tensor that keeps its values; larger ones have none on paper
+# The same for floating-point tensors: those that calls of `checkpoint` make copies of.
+_MOST_KNOWN_BYTES_OF_FRACTIONS = SMALL
+_PLAIN_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 class Fakes:
@@ -28,10 +29,10 @@ class Fakes:
 
     Args:
         mode: the mode that they belong to.
-        device: the one that they say they are on; None for their own, the CPU for those on none.
-        keeps_values: tells which tensors keep their values.
+        device: the device that they claim to be on; None for that of the original, or the CPU if it is a meta tensor.
+        keeps_values: decides which tensors keep their values.
 
-    What is shared stays shared: one tensor in two places, and two tensors with one storage.
+    Sharing is preserved: one tensor in two places, and two tensors with one storage.
     """
 
     def __init__(
@@ -45,16 +46,16 @@ class Fakes:
         self._device = device
         self._made: dict[int, torch.Tensor] = {}
         self._bases: dict[int, torch.Tensor] = {}
-        self._held: list[torch.Tensor] = []  # so that what the dicts know by identity stays what it is
+        self._held: list[torch.Tensor] = []  # keeps alive the tensors whose `id` the dicts have as keys
 
     def of_tree(self, tree: Any) -> Any:
-        """The same with fake tensors, or the very same object if there are none in it."""
+        """The tree with fake tensors; the same object if it has no tensors."""
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(tree)):
             return tree
         return tree_map(lambda leaf: self.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake one for this tensor."""
+        """The fake tensor for this one."""
         if id(tensor) not in self._made:
             _check(tensor)
             made = self._made_for(tensor)
@@ -74,7 +75,7 @@ class Fakes:
             return made.requires_grad_(tensor.requires_grad)
 
     def _base(self, tensor: torch.Tensor, known: bool) -> torch.Tensor:
-        """All of the tensor's storage, in bytes."""
+        """The tensor's whole storage, as a tensor of bytes."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._bases:
             if known:
@@ -90,7 +91,7 @@ class Fakes:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is one of numbers, which neither a fake nor a meta tensor is."""
+    """Whether the tensor has values, which neither a fake nor a meta tensor has."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
@@ -105,5 +106,5 @@ def _check(tensor: torch.Tensor) -> None:
         raise InputError("a parameter has no shape yet: call the model once, or build it with all sizes given")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise InputError(f"a tensor of layout {tensor.layout} and {tensor.dtype} cannot be had on paper; {way_out}")
-    if type(tensor).__torch_dispatch__ is not _ORDINARY and not isinstance(tensor, FakeTensor):
+    if type(tensor).__torch_dispatch__ is not _PLAIN_DISPATCH and not isinstance(tensor, FakeTensor):
         raise InputError(f"a {type(tensor).__name__} is no plain tensor, and cannot be had on paper; {way_out}")

@@ -1,9 +1,9 @@
 """A model on paper: the same module object, with tensors that have shapes and no values.
 
-Inside `on_paper` the model can be called, checkpointed and pulled back as always. Nothing is allocated, nothing is
-computed but masks, positions and other small whole numbers, and afterwards everything is as it was. Operations are
-those that torch takes on the CPU, where attention with dropout keeps all its probabilities, and a GRU is a row of small
-operations. A `PaperClock` adds up what they would take on a device.
+Inside `on_paper` the model can be called, checkpointed and pulled back as usual. Nothing is allocated, and nothing is
+computed except for masks, positions and other small whole numbers; afterwards everything is as it was. Operations are
+those that torch chooses on the CPU, where attention with dropout keeps all its probabilities, and a GRU is a series of
+small operations. A `PaperClock` adds up the time that they would take on a device.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from lowtide.torch.paper.operations import seconds_of
 from lowtide.torch.paper.results import KnownValues
 from lowtide.torch.state.ambient import aside
 
-_INTERNAL = frozenset(nn.Module().__dict__)
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 _REGISTERED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-_UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
-_NO_FORM = "no fake impl registered"  # what torch says of operations of others
-# What it says where a tensor without values is read by something else than an operation.
-_READING = ("data pointer", ".numpy() is not supported", "numpy() on a")
+_VALUE_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+_UNSUPPORTED_ERRORS = (UnsupportedFakeTensorException, UnsupportedOperatorException)
+_NO_FAKE_MESSAGE = "no fake impl registered"  # torch's error for third-party operations
+# Torch's errors for a tensor without values that is read by something other than an operation.
+_READ_MESSAGES = ("data pointer", ".numpy() is not supported", "numpy() on a")
 
 
 @contextmanager
 def on_paper(
     model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Inside, the model's tensors are fake; yields the arguments to call it with.
+    """A context in which the model's tensors are fake; yields the arguments to call it with.
 
     Args:
         model: any module, on any device. One that was built under `torch.device("meta")` has never had values.
-        args: what to call it with; tensors may be anywhere, with values, on the meta device or fake. Whole numbers and
+        args: its arguments; tensors may have values on any device, or be on the meta device, or fake. Whole numbers and
             masks that have values keep them.
-        kwargs: more of that.
+        kwargs: its keyword arguments.
 
     Raises:
-        InputError: what is done inside depends on values that nothing has on paper; it says where.
+        InputError: the code inside depends on values that do not exist on paper; the error says where.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode)
@@ -77,7 +77,7 @@ def on_paper(
 
 
 class PaperClock(TorchDispatchMode):
-    """Adds up what the operations inside would take on a device, the backward's too: `seconds`.
+    """Adds up the time that the operations inside, including a backward's, would take on a device: `seconds`.
 
     with PaperClock(devices.H100) as clock:
         loss = model(x).sum()
@@ -100,7 +100,7 @@ class PaperClock(TorchDispatchMode):
 
 @contextmanager
 def _swapped(model: nn.Module, fakes: Fakes) -> Iterator[None]:
-    """Inside, the tensors of all modules are fake; afterwards all that modules have is as it was."""
+    """A context in which the tensors of all modules are fake; afterwards all attributes of modules are as before."""
     modules = list(model.modules())
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
@@ -125,14 +125,14 @@ def _swap(module: nn.Module, fakes: Fakes) -> None:
     for row in rows:
         row.update({name: fakes.of(tensor) for name, tensor in row.items() if tensor is not None})
     for name, value in list(vars(module).items()):
-        if name not in _INTERNAL:
+        if name not in _MODULE_ATTRIBUTES:
             vars(module)[name] = fakes.of_tree(value)
 
 
 def _explained(error: Exception, model: nn.Module) -> InputError | None:
-    """What to say about an error that comes from tensors having no values; None for any other."""
-    read = isinstance(error, _OF_VALUES) or any(words in str(error) for words in _READING)
-    if not read and not isinstance(error, _UNSUPPORTED) and _NO_FORM not in str(error):
+    """The error to raise instead of one that is due to tensors without values; None for any other error."""
+    read = isinstance(error, _VALUE_DEPENDENT_ERRORS) or any(words in str(error) for words in _READ_MESSAGES)
+    if not read and not isinstance(error, _UNSUPPORTED_ERRORS) and _NO_FAKE_MESSAGE not in str(error):
         return None
     what = "looks at values of a tensor, which has none on paper" if read else f"cannot run on paper: {error}"
     return InputError(
@@ -142,7 +142,7 @@ def _explained(error: Exception, model: nn.Module) -> InputError | None:
 
 
 def _place(error: Exception, model: nn.Module) -> str:
-    """The innermost module of the model that was running, and the line."""
+    """The innermost module of the model that was running when an error was raised, and the line."""
     names = {id(module): name for name, module in model.named_modules()}
     where, line = "what was done with the model", ""
     for frame, number in traceback.walk_tb(error.__traceback__):

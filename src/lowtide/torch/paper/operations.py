@@ -1,9 +1,10 @@
-"""What a torch operation does with what it is given, and how long it would take on a device.
+"""The arguments that a torch operation changes, and the time that it would take on a device.
 
-What it writes is what its schema tells, and a list where that says too little. Its time comes from its floating-point
-operations and the bytes that it moves. Floating-point operations are those that torch's own counter knows, matrix
-products, convolutions, attention and their backwards, and a few more. Everything else is taken to be as fast as its
-bytes can be moved. Not seen is what kernels do inside: scratch space, and rereading what does not fit into a cache.
+Its schema says which arguments it writes; where the schema is incomplete, a rule here adds to it. Its time follows from
+its floating-point operations and the bytes that it moves. Floating-point operations are counted by torch's own counter
+(matrix products, convolutions, attention and their backwards), with a few additions. All other operations are assumed
+to be as fast as their bytes can be moved. What kernels do inside is not seen: scratch space, and reading again what
+does not fit into a cache.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from lowtide.torch.paper.devices import Device
 
-# Operations that read of their first tensor no more than they return.
+# Operations that read no more of their first tensor than they return.
 _GATHERING = frozenset({"embedding", "index_select", "gather", "index", "take"})
-# Operations that do nothing but allocate: what is in their results is nobody's.
+# Operations that only allocate: the values of their results are undefined.
 ALLOCATING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 
 
 def word_of(func: Any) -> str:
-    """The operation's name without what comes before and after: "mul"."""
+    """The operation's name without namespace and overload: "mul"."""
     name: str = func._schema.name
     return name.split("::")[-1]
 
@@ -50,7 +51,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 def seconds_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: Device) -> float:
-    """Seconds of an operation on a device. Views, allocations and what returns no tensor take none."""
+    """The seconds of an operation on a device; 0 for views, allocations and operations that return no tensor."""
     given = _tensors((args, kwargs))
     made = _tensors(result)
     if not made or word_of(func) in ALLOCATING or _is_view(func, given, made):
@@ -67,13 +68,13 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of its numbers; one that is expanded has fewer than it shows."""
+    """The bytes of a tensor's numbers; an expanded tensor has fewer than its shape shows."""
     shown = tensor.numel() * tensor.itemsize
     return min(shown, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else shown
 
 
 def _is_view(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-    """Whether all that it returns lies in what it was given, and it has changed nothing there."""
+    """Whether all results share storages with the arguments, and nothing is changed there."""
     if func.is_view:
         return True
     if func._schema.is_mutable or any(tensor.layout is not torch.strided for tensor in (*given, *made)):
@@ -83,12 +84,12 @@ def _is_view(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> 
 
 
 def _dtype(tensors: list[torch.Tensor]) -> torch.dtype:
-    """What it computes in: the first of them that is no whole number."""
+    """The dtype that an operation computes in: the first floating-point one."""
     return next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), tensors[0].dtype)
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Floating-point operations, a multiplication and an addition being two; 0 for what is not counted."""
+    """Floating-point operations (a multiplication and an addition are two); 0 for operations that are not counted."""
     count = _COUNTS.get(func.overloadpacket)
     if count is not None:
         return int(count(*args))
@@ -105,18 +106,18 @@ def _of_attention_backward(*args: Any) -> int:
 
 
 def _of_groups(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
-    """Matrix products of groups of rows."""
+    """The floating-point operations of matrix products of groups of rows."""
     groups = len(a) if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
 def _of_recurrent_layer(x: torch.Tensor, ours: torch.Tensor, own: torch.Tensor, *_: Any) -> int:
-    """A layer whose weights are those for what it is given, and those for its own state."""
+    """The floating-point operations of a recurrent layer, whose weights apply to its input (ours) and state (own)."""
     return 2 * (x.numel() // x.shape[-1]) * (ours.numel() + own.numel())
 
 
 _aten = torch.ops.aten
-# What torch does not count: kernels that are taken on the CPU, and experts.
+# Operations that torch's counter leaves out: kernels that are chosen on the CPU, and experts.
 _COUNTS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention_backward,
