@@ -24,8 +24,8 @@ _holders: Callable[[int], int] = torch._C._storage_Use_Count
 _one = torch.empty(1)
 _PYTHON_HOLDERS = _holders(key_of(_one)) - 1  # references to a storage that Python adds to those of tensors
 _MOST_STEPS_KNOWN = 512
-# By a step's kind and forms, the most bytes that such a step needed while it ran and not afterwards. Cached from loop to
-# loop, because a later loop may find all of its steps traced.
+# By a step's kind and forms, the most bytes that such a step needed while it ran and not afterwards. Cached across
+# loops, because a later loop may find all of its steps traced.
 _needed: Cache[int] = Cache(_MOST_STEPS_KNOWN)
 
 
