@@ -252,7 +252,7 @@ class Pullback:
                     cotangents.append(cotangent)
 
     def _outputs_below(self, piece: Piece) -> dict[int, list[tuple[int, GradientEdge]]]:
-        """By leaf, the outputs of earlier steps that are in the state at the start of the piece and have not entered yet."""
+        """By leaf, outputs of earlier steps that are in the state at the piece's start and have not entered yet."""
         below: dict[int, list[tuple[int, GradientEdge]]] = {}
         if self._loop.outputs.in_step_order:  # a running sum is taken at its step, not after the loop
             return below
