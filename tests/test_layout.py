@@ -16,7 +16,7 @@ import lowtide
 
 SOURCE, ROOT = Path(lowtide.__file__).parent, Path(__file__).parent.parent
 MODULES = sorted(SOURCE.rglob("*.py"))
-MOST_MODULES, MOST_COMPLEX, MOST_PAIRS = 16, 15, 3
+MOST_MODULES, MOST_COMPLEX, MOST_PAIRS, MOST_SAME_LINES = 16, 15, 3, 5
 MOST_FILES = {"for_loop": 26, "checkpoint": 8, "sequential": 30, "auto_checkpoint": 40, "jax_scan": 18}
 # The rule of reruns is to be rebuilt, and its functions with it: what is above the limit there, and nowhere else.
 STILL_COMPLEX = {
@@ -75,6 +75,38 @@ def test_no_docstring_only_points_elsewhere() -> None:
         and len((ast.get_docstring(node) or "").split()) < 4
     ]
     assert empty == []
+
+
+def passed_over(node: ast.stmt) -> bool:
+    """Whether it is an import, a docstring or a list of public names."""
+    match node:
+        case ast.Import() | ast.ImportFrom() | ast.Expr(ast.Constant(str())) | ast.Assign([ast.Name("__all__")]):
+            return True
+    return False
+
+
+def statements(module: Path) -> list[tuple[int, str]]:
+    """The numbered lines of what runs: no signatures, decorators, imports, docstrings and lists of public names."""
+    text = module.read_text()
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            left_out.update(range(first, node.body[0].lineno))
+        elif isinstance(node, ast.stmt) and passed_over(node):
+            left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    numbered = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if number not in left_out)
+    return [(number, line) for number, line in numbered if line and not line.startswith("#")]
+
+
+def test_nothing_stands_twice() -> None:
+    homes = defaultdict(list)
+    for module in MODULES:
+        lines = statements(module)
+        for start in range(len(lines) - MOST_SAME_LINES):
+            numbers, run = zip(*lines[start : start + MOST_SAME_LINES + 1], strict=True)
+            homes[run].append(f"{name_of(module)}:{numbers[0]}")
+    assert {run: places for run, places in homes.items() if len(places) > 1} == {}
 
 
 def test_one_place_asks_whether_a_plan_is_a_models() -> None:
