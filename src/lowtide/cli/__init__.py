@@ -1,15 +1,15 @@
 """The command line: `lowtide plan`, `report`, `bench` and `demo`.
 
-In come arguments and files; out go text, files and an exit code: 0 for an answer, 1 when no plan fits the budget (the
-least that works is printed) or a benchmark fails, 2 for input that cannot be used, 130 when Ctrl-C stops it.
+In: arguments and files. Out: text, files and an exit code: 0 for success, 1 if no plan fits the budget (the least that
+works is printed) or a benchmark fails, 2 for input that cannot be used, 130 if Ctrl-C stops it.
 
-    plan.py, report.py, bench.py, demo.py   a command each
-    chains.py     chains that are described by options or by a file
+    plan.py, report.py, bench.py, demo.py   one command each
+    chains.py     chains described by options or by a file
     frontier.py   the table that `plan --sweep` prints
     files.py      files that commands read and write
 
-It plans nothing itself. It may import everything below it: the demo, `targets`, the report and the planners, but no
-framework. Rich and typer, which it needs, are installed with `lowtide[report]`.
+It plans nothing itself. It may import the demo, `targets`, the report and the planners, but no framework. It needs rich
+and typer, which `lowtide[report]` installs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowtide.version import __version__
 
 __all__ = ["app", "main"]
 
-# \b keeps the lines of what follows as they are.
+# \b keeps click from rewrapping the paragraph that follows.
 EXAMPLE = """\b
 Example:
   lowtide plan mymodule:make --budget 64MiB --save plan.json
@@ -55,9 +55,9 @@ def _root(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point; prints Lowtide's own errors on one line, and exits with a code for each sort of them."""
+    """Run the command line; prints Lowtide's own errors on one line, and exits with a code for each kind."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal cannot print loses no answer
+        sys.stdout.reconfigure(errors="replace")  # a character that cannot be printed must not end the output
     try:
         app(arguments)
     except BudgetError as error:

@@ -1,7 +1,7 @@
-"""`lowtide bench`: the benchmarks one after the other, each in a process of its own, and a table of their ratios.
+"""`lowtide bench`: runs the benchmarks one after the other, each in its own process, and prints a table of ratios.
 
 Benchmarks are scripts (`benchmarks/` in the source, `lowtide/benchmarks/` once installed) that print as they go and
-write their ratios to a file; see `benchmarks/ratios.py`. Torch and JAX never meet in one process.
+write their ratios to a file; see `benchmarks/ratios.py`. Torch and JAX are never loaded in the same process.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Example:
   lowtide bench planners torch_rollouts --json ratios.json"""
 
 NOTHING, PLAIN_NOTHING = "\N{EN DASH}", "-"
-STOPPED = 130  # what shells report of a program that Ctrl-C ended
+STOPPED = 130  # the exit code that shells report for a program that Ctrl-C ended
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A script, what it compares, and the packages without which it cannot start."""
+    """A benchmark: the name of its script, what it compares, and the packages that it needs."""
 
     name: str
     about: str
@@ -48,7 +48,7 @@ class Benchmark:
 
     @property
     def missing(self) -> list[str]:
-        """Packages that are not installed here."""
+        """The packages that the benchmark needs and that are not installed."""
         return [package for package in self.needs if importlib.util.find_spec(package) is None]
 
 
@@ -69,18 +69,18 @@ BENCHMARKS = (
 
 @dataclass(frozen=True, slots=True)
 class RatioRow:
-    """A ratio of a benchmark, or why there is none."""
+    """A ratio of a benchmark, or the reason why there is none."""
 
     benchmark: str
     what: str
     value: float | None = None
     limit: float | None = None
-    kept: bool | None = None  # None where there is nothing to say
+    kept: bool | None = None  # whether the limit is kept; None without a limit or a value
     why: str = ""
 
 
 def complete_benchmark(incomplete: str) -> list[tuple[str, str]]:
-    """Names, with what they compare."""
+    """The names of benchmarks that begin like this, with what they compare."""
     return [(each.name, each.about) for each in BENCHMARKS if each.name.startswith(incomplete)]
 
 
@@ -112,14 +112,14 @@ def bench_command(
     check_file(as_json, "--json")
     console = Console()
     rows, code = _run_all(chosen, scripts, quick, console)
-    if as_json is not None:  # before anything is printed, which can fail
+    if as_json is not None:  # before printing, which can fail
         write(as_json, json.dumps(_document(rows, quick), indent=1))
     console.print(_table(rows, quick, _dash(console.encoding)))
     raise typer.Exit(code)
 
 
 def folder(package: Path) -> Path:
-    """The folder of the benchmarks: in the installed package, or beside the sources that it is imported from."""
+    """The folder of the benchmarks: in the installed package, or beside the source tree that is imported."""
     for place in (package / "benchmarks", package.parent.parent / "benchmarks"):
         if (place / "ratios.py").is_file():
             return place
@@ -137,7 +137,7 @@ def _chosen(names: Sequence[str]) -> list[Benchmark]:
 
 
 def _run_all(chosen: Sequence[Benchmark], scripts: Path, quick: bool, console: Console) -> tuple[list[RatioRow], int]:
-    """The rows of all benchmarks, and the exit code; a benchmark that fails does not end the others."""
+    """The rows of all benchmarks, and the exit code; after one that fails, the others still run."""
     rows: list[RatioRow] = []
     code = 0
     columns = (
@@ -166,7 +166,7 @@ def _run_all(chosen: Sequence[Benchmark], scripts: Path, quick: bool, console: C
 
 
 def _run(each: Benchmark, scripts: Path, quick: bool, progress: Progress, bar: Any) -> list[RatioRow]:
-    """Run one, show what it prints as it comes, and read its ratios; without what it needs, say so."""
+    """Run one benchmark, print its output as it arrives, and read its ratios; skip it if a package is missing."""
     if each.missing:
         why = f"skipped: {', '.join(each.missing)} not installed here"
         progress.console.print(why)
@@ -175,7 +175,7 @@ def _run(each: Benchmark, scripts: Path, quick: bool, progress: Progress, bar: A
         found = Path(scratch) / "ratios.json"
         command = [sys.executable, "-u", str(scripts / f"{each.name}.py"), "--ratios", str(found)]
         command += ["--quick"] if quick else []
-        spoken = os.environ | {"PYTHONIOENCODING": "utf-8"}  # whatever the terminal's is, `_lines` reads this
+        spoken = os.environ | {"PYTHONIOENCODING": "utf-8"}  # which `_lines` decodes, whatever the terminal's is
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=spoken) as process:
             assert process.stdout is not None  # it is a pipe
             try:
@@ -192,7 +192,7 @@ def _run(each: Benchmark, scripts: Path, quick: bool, progress: Progress, bar: A
 
 
 def _lines(stream: IO[bytes]) -> Iterator[tuple[str, bool]]:
-    """Lines as they come, each with whether it is complete: what a progress bar will overwrite is not."""
+    """Lines as they arrive, each with whether it is final: one that ends in a carriage return is overwritten."""
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     rest = ""
     while chunk := stream.read1(65536):  # type: ignore[attr-defined]  # a pipe's buffered reader has it
@@ -225,12 +225,12 @@ def _figure(value: float | None, dash: str) -> str:
 
 
 def _dash(encoding: str) -> str:
-    """What stands for a missing figure, as far as this encoding can write it."""
+    """The dash for a missing number, in a form that this encoding can write."""
     return NOTHING if NOTHING.encode(encoding, "ignore") else PLAIN_NOTHING
 
 
 def _document(rows: Sequence[RatioRow], quick: bool) -> dict[str, Any]:
-    """The table as JSON, which knows no infinity: a ratio out of reach has no value, and is not kept."""
+    """The table as JSON, which has no infinity: an infinite ratio has no value there."""
     return {
         "lowtide": lowtide.__version__,
         "quick": quick,

@@ -1,4 +1,4 @@
-"""Chains and disks that are described on the command line: by sizes and speeds, or by a file."""
+"""Chains and disks described on the command line: by sizes and speeds, or by a file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def equal_chain(
 
 
 def read_chain(path: Path) -> Chain:
-    """A chain of the steps that a file lists."""
+    """The chain of the steps that a file lists."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -60,7 +60,7 @@ def read_chain(path: Path) -> Chain:
 
 
 def read_disk(write: str | None, read: str | None) -> Disk | None:
-    """The disk, if its speed in bytes per second is given; reading is as fast as writing by default."""
+    """The disk, if its speed in bytes per second is given; by default it reads as fast as it writes."""
     if write is None:
         if read is not None:
             raise InputError("--disk-read needs --disk-write")
@@ -77,5 +77,5 @@ def _step(row: dict[str, Any]) -> StepCost:
 
 
 def _size_or_zero(size: int | str, name: str) -> int:
-    """A size that may be 0; where it may not, `StepCost` says so."""
+    """A size that may be 0; `StepCost` refuses it where it may not."""
     return 0 if size in (0, "0") and size is not False else parse_size(size, name)

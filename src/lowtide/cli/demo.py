@@ -1,4 +1,4 @@
-"""`lowtide demo`: shows what a budget buys. The demo itself, and what it imports, is loaded when it is run."""
+"""`lowtide demo`: shows what a budget buys. The demo and its imports are loaded only when it is run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Example:
 
 
 def complete_demo(incomplete: str) -> list[str]:
-    """Names that --only knows."""
+    """The names of examples that begin like this, for --only."""
     from lowtide.demo import NAMES
 
     return [name for name in NAMES if name.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""Files that commands read and write. Whether a file can be written is checked before the work, not after it."""
+"""Files that commands read and write. Commands check that a file can be written before the work, not after it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _V = TypeVar("_V")
 
 
 def read(path: Path, reader: Callable[[str], _V], what: str, maker: str) -> _V:
-    """What `reader` returns for the file's text; errors call that `what`, and say that `maker` writes such files."""
+    """The value that `reader` returns for the file's text; errors call it `what`, and `maker` the way to make one."""
     try:
         return reader(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
-    except ValueError as error:  # Lowtide's own, or bytes that are no text
+    except ValueError as error:  # Lowtide's own error, or bytes that are not UTF-8
         raise InputError(f"{path} is not {what}: {error}; make one with {maker}") from error
 
 
@@ -31,7 +31,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def check_file(path: Path | None, option: str) -> None:
-    """Refuse a file that cannot be written; one whose folder is missing can be, since `make_room` makes it."""
+    """Raise `InputError` if a file cannot be written; its folder may be missing, because `make_room` creates it."""
     if path is None:
         return
     if path.is_dir():
@@ -42,17 +42,17 @@ def check_file(path: Path | None, option: str) -> None:
 
 
 def make_room(path: Path) -> Path:
-    """The path, with its folder made."""
+    """Create the path's folder, and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def write(path: Path, text: str) -> None:
-    """Write the text, and say so."""
+    """Write the text to a file, and report that on standard error."""
     make_room(path).write_text(text, encoding="utf-8")
     wrote(path)
 
 
 def wrote(path: Path) -> None:
-    """Say that a file was written, on standard error, since what is printed may be JSON."""
+    """Report that a file was written, on standard error, because standard output may be JSON."""
     typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes)", err=True)

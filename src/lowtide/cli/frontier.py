@@ -1,4 +1,4 @@
-"""The memory-time frontier on the terminal: a line for each of some budgets, or for each of some peaks of a model."""
+"""The memory-time frontier on the terminal: a line for each of a few budgets, or of a few peaks of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowtide.report.kinds import kind_of
 
 
 def frontier_plans(what: Plan | Chain, points: int, disk: Disk | None) -> list[Plan]:
-    """Plans of a chain for at most `points` budgets, or of what was planned already for other limits of its kind."""
+    """Plans of a chain for at most `points` budgets, or of a plan's own chain for other limits of its kind."""
     if disk is not None and isinstance(what, Plan) and what.rooms:
         raise InputError("a compiled loop keeps its snapshots in memory; leave out --disk-write and --disk-read")
     plans = frontier(what, points, disk) if isinstance(what, Chain) else kind_of(what).plans(points, disk)
@@ -30,7 +30,7 @@ def _with_bar(plans: Iterable[Plan], points: int) -> list[Plan]:
 
 
 def print_frontier(plans: list[Plan], as_json: bool) -> None:
-    """Print plans of one chain, as a table or as JSON."""
+    """Print several plans of one chain, as a table or as JSON."""
     if as_json:
         typer.echo("[" + ",\n".join(made.to_json() for made in plans) + "]")
         return

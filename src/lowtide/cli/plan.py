@@ -42,7 +42,7 @@ Examples:
 
 
 def complete_framework() -> list[str]:
-    """What --framework can be."""
+    """The values of --framework."""
     return list(FRAMEWORKS)
 
 
@@ -129,7 +129,7 @@ def plan_command(
 
 
 def _on_paper(file: Path | None, steps: int | None, costs: dict[str, Any]) -> Chain:
-    """The chain that a file describes, or that options do."""
+    """The chain that the file describes, or that the options describe if there is no file."""
     if file is None:
         return equal_chain(steps, **costs)
     _refuse({"steps": steps, **costs}, "--chain describes every step")
@@ -137,13 +137,13 @@ def _on_paper(file: Path | None, steps: int | None, costs: dict[str, Any]) -> Ch
 
 
 def _planned(target: str, **options: Any) -> Plan:
-    """Plan the user's own function. What its code prints goes to standard error, since the answer may be JSON."""
+    """Plan the user's own function. What its code prints goes to standard error, because the answer may be JSON."""
     with Console(stderr=True).status(f"planning {target}"), redirect_stdout(sys.stderr):
         return plan_target(target, **options)
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:
-    """Refuse options that make no sense because of another."""
+    """Raise `InputError` if an option is given that makes no sense, for the reason `why`."""
     given = [f"--{name}" for name, value in options.items() if value is not None]
     if given:
         raise InputError(f"{why}; leave out {', '.join(given)}")

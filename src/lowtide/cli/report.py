@@ -1,4 +1,4 @@
-"""`lowtide report`: a plan, and what a run of it did cost, as text, as a page and as a figure."""
+"""`lowtide report`: shows a plan, and the cost of a run of it, as text, as a page and as a figure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def report_command(
 
 
 def tell(plan: Plan, receipt: Receipt | None, points: int = 32) -> Story:
-    """Everything that a report shows, with a bar on the terminal while the frontier is planned."""
+    """The story of a plan, with a progress bar on the terminal while the frontier is planned."""
     columns = (TextColumn("planning the frontier"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

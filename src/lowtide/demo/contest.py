@@ -1,4 +1,4 @@
-"""What an example of the demo consists of: several tools that make the same gradients, and what each one took."""
+"""An example of the demo: several tools that compute the same gradients, and what each one took."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowtide.plan import Plan, Receipt
 
 
 class ToolKind(Enum):
-    """Whose tool it is."""
+    """The kind of a tool."""
 
     PLAIN = auto()  # no tool: everything is kept
     USUAL = auto()  # what people use without Lowtide
@@ -20,7 +20,7 @@ class ToolKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What an example is run with, by the name that tables show."""
+    """A tool that an example is run with, by the name that tables show."""
 
     name: str
     kind: ToolKind = ToolKind.USUAL
@@ -33,13 +33,13 @@ PLAIN = Tool("plain", ToolKind.PLAIN)
 
 
 def with_lowtide(how: str) -> Tool:
-    """Lowtide with an option, "budget=64MiB" for example."""
+    """Lowtide as a tool, with an option, "budget=64MiB" for example."""
     return Tool(f"Lowtide, {how}", ToolKind.LOWTIDE)
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A tool, ready to run: `run` is a forward and a backward and returns gradients, `peak` measures its bytes."""
+    """A tool, ready to run: `run` runs a forward and a backward and returns gradients, `peak` measures its bytes."""
 
     run: Callable[[], Sequence[Any]]
     peak: Callable[[], int]
@@ -52,11 +52,11 @@ class Contest:
     Attributes:
         title: what is run.
         note: what peak and time mean here.
-        contestants: for each tool, how it is made ready; the plain one comes first.
-        clock: seconds so far, of the kind that the note names.
-        repeats: how many turns each one is timed for; the shortest counts.
-        exact: whether gradients should have the bits of the plain ones; if so, those that differ are counted.
-        page: makes the plan that the report page is about, and the receipt of a run of it if there is one.
+        contestants: for each tool, a function that makes it ready; the plain run comes first.
+        clock: returns seconds, of the kind that the note names.
+        repeats: how often each tool is timed; the shortest time counts.
+        exact: whether gradients should equal the plain ones bit for bit; if so, numbers that differ are counted.
+        page: returns the plan that the report page is about, and the receipt of a run of it if there is one.
     """
 
     title: str
@@ -73,12 +73,14 @@ class ResultRow:
     """What one tool took in one example.
 
     Attributes:
-        tool: its name.
-        peak: bytes at the worst moment.
-        seconds: None where nothing ran.
-        time_factor: time as a multiple of the plain one's.
-        gradients: how they compare with the plain ones, in words.
-        kind: whose tool it is.
+        example: the name of the example.
+        tool: the name of the tool.
+        peak: its peak memory in bytes.
+        plain_peak: that of the plain run.
+        seconds: its time; None if nothing ran.
+        time_factor: its time as a multiple of the plain run's.
+        gradients: how its gradients compare with the plain ones, in words.
+        kind: the kind of the tool.
     """
 
     example: str
@@ -92,5 +94,5 @@ class ResultRow:
 
     @property
     def share(self) -> float:
-        """The peak as a share of the plain one's."""
+        """The peak as a share of the plain run's."""
         return self.peak / self.plain_peak

@@ -1,4 +1,4 @@
-"""Gradients compared with the plain ones: how many differ in any bit, and by how much."""
+"""Compares gradients with the plain ones: how many numbers differ in any bit, and by how much."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SAME = "same bits"
 
 
 def equality(found: Sequence[Any], expected: Sequence[Any], *, exact: bool) -> str:
-    """The comparison in words: how many differ if they should be `exact`, else the largest difference.
+    """The comparison in words: how many numbers differ if they should be `exact`, else the largest difference.
 
-    That difference is a share of the largest entry of the same gradient.
+    The difference is relative to the largest entry of the same gradient.
     """
     pairs = [(np.asarray(one), np.asarray(other)) for one, other in zip(found, expected, strict=True)]
     differing = sum(int(np.count_nonzero(_words(one) != _words(other))) for one, other in pairs)

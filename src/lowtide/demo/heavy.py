@@ -1,6 +1,6 @@
 """A heavy function called many times: each call saves 100 tensors; checkpointed, only one call's are alive at once.
 
-The tip that it is taken from adds, and an addition saves nothing. Here it multiplies, which saves its inputs.
+The original example adds, and an addition saves nothing for its backward. Here it multiplies, which saves its inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Results = tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 @contextmanager
 def contest(*, quick: bool) -> Iterator[Contest]:
-    """150 calls of 100 operations, or fewer if `quick`."""
+    """The example: 150 calls of 100 operations, or fewer if `quick`."""
     with tensors.one_thread():
         calls, operations, budget = (12, 10, "256KiB") if quick else (150, 100, "1MiB")
         x0 = torch.linspace(-1, 2, WIDTH).requires_grad_()

@@ -1,4 +1,4 @@
-"""`index.html`: every result, with links to the pages and pictures. One file, no scripts, nothing fetched."""
+"""`index.html`: all results, with links to the pages and pictures beside it. It has no scripts, and works offline."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ img { box-sizing: border-box; width: min(100%, 36rem); height: auto; padding: .8
 def write(
     rows: Sequence[ResultRow], titles: Mapping[str, tuple[str, str]], files: Mapping[str, Sequence[Path]], path: Path
 ) -> Path:
-    """Write it: for each example its title and note, its rows, and the files that it has beside `path`."""
+    """Write the index to `path`: for each example its title and note, its rows, and its files, which are beside it."""
     parts = [
         _example(*titles[example], list(group), files[example])
         for example, group in groupby(rows, key=lambda row: row.example)

@@ -1,4 +1,4 @@
-"""On paper, in a second: a rollout of a million steps in 64 MiB, played action by action, and a network's layers."""
+"""The example that only plans: a rollout of a million steps in 64 MiB, played action by action, and VGG-16's layers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NOTHING_RAN = "on paper"
 
 
 def rollout(*, quick: bool) -> Plan:
-    """The plan: each step has a state of 64 KiB and a tape of 320 KiB."""
+    """The plan of a rollout whose steps have a state of 64 KiB and a tape of 320 KiB each."""
     return choose(Chain.equal(StepCost(64 * 1024, 320 * 1024), 20_000 if quick else 1_000_000), BUDGET)
 
 
 def played(plan: Plan, tell: Callable[[int], None]) -> tuple[int, Bill]:
-    """The number of actions and the bill, from playing them; `tell` is called now and then with the steps done."""
+    """The number of actions and the bill, from playing them; `tell` is called from time to time with the steps done."""
     ledger, length = Ledger(plan.chain), len(plan.chain)
     front, count = length, 0
     for action in plan.actions():
@@ -37,13 +37,13 @@ def played(plan: Plan, tell: Callable[[int], None]) -> tuple[int, Bill]:
 
 
 def verdict(plan: Plan, count: int, bill: Bill) -> str:
-    """What playing the plan showed."""
+    """The result of playing the plan, in a sentence."""
     agrees = "is the one predicted" if bill == plan.bill else f"is NOT the one predicted: {bill}"
     return f"{count:,} actions played on paper: every one was legal, and the bill {agrees}."
 
 
 def rows(example: str, plan: Plan) -> list[ResultRow]:
-    """All tapes kept, a snapshot at equal distances, and the plan."""
+    """The result rows of keeping all tapes, of snapshots at equal distances, and of the plan."""
     chain = plan.chain
     base = round(len(chain) ** 0.5)
     tools = [(Tool(f"every {base:,} steps"), choose(chain, base=base)), (with_lowtide(f"budget={BUDGET}"), plan)]
@@ -61,7 +61,7 @@ def limit(chain: Chain) -> str:
 
 
 def layers() -> str:
-    """Segments of as many layers each beside a plan with the same peak, for a network in the shape of VGG-16."""
+    """Segments with equal numbers of layers beside a plan with the same peak, for VGG-16, in a sentence."""
     chain = vgg16()
     usual = min(peers(chain), key=lambda peer: peer.peak)
     planned = choose(chain, usual.peak)
@@ -72,7 +72,10 @@ def layers() -> str:
 
 
 def vgg16() -> Chain:
-    """Thirteen convolutions, each with its ReLU, and five poolings, in bytes and multiply-adds on paper."""
+    """VGG-16's features as a chain on paper: thirteen convolutions with ReLUs, and five poolings.
+
+    Times are in 10^12 multiply-adds.
+    """
     batch, side, width, float_bytes = 32, 224, 3, 4
     steps, names = [], []
     for block, (count, channels) in enumerate([(2, 64), (2, 128), (3, 256), (3, 512), (3, 512)], start=1):

@@ -1,4 +1,4 @@
-"""Contestants in JAX: compiled programs, with the bytes that XLA sets aside beside arguments and results."""
+"""Contestants in JAX: compiled programs, with the bytes that XLA allocates beside arguments and results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTE = (
 
 
 def contestant(gradients: Callable[..., Any], *args: Any) -> Contestant:
-    """The function of these arguments, compiled."""
+    """The contestant that runs this function, compiled for these arguments."""
     program = jax.jit(gradients).lower(*args).compile()
     memory: Any = program.memory_analysis()
     return Contestant(

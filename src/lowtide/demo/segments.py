@@ -1,4 +1,4 @@
-"""A network cut into segments: torch's two with equally many layers, and Lowtide with the bytes that those take."""
+"""A network in segments: torch's two with equal numbers of layers, and Lowtide within the memory that those take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL_WIDTHS = (32, *[24] * 4, *[12] * 4, 10)
 
 @contextmanager
 def contest(*, quick: bool) -> Iterator[Contest]:
-    """A classifier whose layers get smaller, with a batch of 2,048; a small one if `quick`."""
+    """The example: a classifier whose layers get smaller, with a batch of 2,048; a small one if `quick`."""
     with tensors.one_thread():
         widths, batch = (SMALL_WIDTHS, 1024) if quick else (WIDTHS, 2048)
         layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]

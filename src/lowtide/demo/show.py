@@ -26,13 +26,13 @@ from lowtide.report.figures import figure
 from lowtide.sizes import format_size
 
 PAPER = "paper"
-POINTS, QUICK_POINTS = 24, 4  # budgets of a page's slider
+POINTS, QUICK_POINTS = 24, 4  # budgets on a page's slider
 _BRAINSTATE = ("jax", "brainstate", "brainpy", "braintools", "brainunit")
 
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """An example that runs: its module, the packages it imports, and the extra that installs them."""
+    """An example that is run and measured: its module, the packages it imports, and the extra that installs them."""
 
     module: str
     needs: tuple[str, ...]
@@ -50,16 +50,16 @@ NAMES = (PAPER, *_MEASURED)
 
 
 def run(console: Console, output: Path, *, quick: bool = False, only: Sequence[str] | None = None) -> list[ResultRow]:
-    """Show the examples, write their pages and pictures to `output`, and return all rows.
+    """Run the examples, write their pages and pictures to `output`, and return all rows.
 
     Args:
-        console: where to print, and where the progress bar lives.
-        output: a folder, made if it is not there.
-        quick: small sizes and one turn, to see that everything works.
-        only: names of examples out of `NAMES`; all of them by default.
+        console: the console to print on, which also shows the progress bar.
+        output: a folder, which is created if needed.
+        quick: small sizes and one turn, to check that everything works.
+        only: names of examples from `NAMES`; all of them by default.
 
     Raises:
-        InputError: `only` has a name that is none of them.
+        InputError: `only` has a name that is not in `NAMES`.
     """
     unknown = [name for name in only or () if name not in NAMES]
     if unknown:
@@ -73,7 +73,7 @@ def run(console: Console, output: Path, *, quick: bool = False, only: Sequence[s
 
 
 class _Show:
-    """What has been shown so far."""
+    """Shows examples on the console, and gathers their results."""
 
     def __init__(self, console: Console, output: Path, quick: bool) -> None:
         self._console, self._output, self._quick = console, output, quick
@@ -82,7 +82,7 @@ class _Show:
         self._files: dict[str, list[Path]] = {}
 
     def paper(self) -> None:
-        """The example that only plans."""
+        """Show the example that only plans."""
         plan = paper.rollout(quick=self._quick)
         length = len(plan.chain)
         self._begin(
@@ -102,14 +102,14 @@ class _Show:
         self._say(paper.layers())
 
     def measured(self, name: str) -> None:
-        """An example that runs, if what it needs is installed."""
+        """Measure and show an example, if the packages that it needs are installed."""
         example = _MEASURED[name]
         missing = [package for package in example.needs if find_spec(package) is None]
         if missing:
             self._say(f"{name}: {', '.join(missing)} not installed: pip install 'lowtide[{example.extra}]'")
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the usual tools have their own to say, about themselves
+            warnings.simplefilter("ignore")  # the usual tools' own warnings, which are not about the demo
             module = import_module(f"lowtide.demo.{example.module}")
             with module.contest(quick=self._quick) as contest:
                 self._begin(name, contest.title, contest.note)
@@ -117,13 +117,13 @@ class _Show:
                 self._finish(name, rows, plan, receipt)
 
     def end(self) -> list[ResultRow]:
-        """Everything again in one table, and where the files are."""
+        """Print all results in one table and where the files are; returns the rows."""
         if self._rows:
             self._console.rule("All examples")
             self._console.print(table(self._rows, examples=True))
             page = index.write(self._rows, self._titles, self._files, self._output / "index.html")
             names = [file.name for files in self._files.values() for file in files]
-            self._console.print(Text(f"Open {page}"), soft_wrap=True)  # a path is worth nothing in two pieces
+            self._console.print(Text(f"Open {page}"), soft_wrap=True)  # a wrapped path cannot be copied
             self._say(f"Beside it: {', '.join(names)}")
         return self._rows
 
@@ -144,7 +144,7 @@ class _Show:
     ) -> None:
         self._console.print(table(rows, examples=False))
         page, picture = self._output / f"{name}.html", self._output / f"{name}.png"
-        # The story is told once for both: it plans and plays every budget of the page's slider.
+        # One story for both, because making it plans and plays every budget of the page's slider.
         points = QUICK_POINTS if self._quick else POINTS
         with self._bar(points + 1) as tell:
             marks = [

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="attr-defined, no-untyped-call"
-"""brainstate's tutorial on long rollouts: its network, its sizes, its loss, and three loops."""
+"""brainstate's tutorial on long rollouts: its network, sizes and loss, with several loops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Network(brainstate.nn.Module):
         init = braintools.init
         enter = brainstate.nn.Linear(
             80, 8, w_init=init.KaimingNormal(scale=32.0, unit=u.mA), b_init=init.ZeroInit(unit=u.mA)
-        )  # 16 times the tutorial's variance: with that the untrained network is silent, and most gradients are 0
+        )  # 16 times the tutorial's variance, with which the untrained network is silent and most gradients are 0
         synapse = brainpy.state.Expon(8, tau=5.0 * u.ms, g_initializer=init.Constant(0.0 * u.mA))
         neurons = brainpy.state.LIF(
             8,
@@ -45,12 +45,12 @@ class Network(brainstate.nn.Module):
         self.layers = brainstate.nn.Sequential(enter, synapse, neurons, leave, readout)
 
     def update(self, spikes: Any) -> Any:
-        """One step of 1 ms."""
+        """Run one step of 1 ms."""
         return self.layers(spikes)
 
 
 class Task:
-    """The network, its spikes at 5 Hz, and a random class for each sample."""
+    """The network, input spikes at 5 Hz, and a random class for each sample."""
 
     def __init__(self, steps: int) -> None:
         brainstate.random.seed(0)
@@ -59,7 +59,7 @@ class Task:
         self.labels = u.math.asarray(brainstate.random.rand(SAMPLES) < 0.5, dtype=int)
 
     def contestant(self, loop: Callable[..., Any]) -> Contestant:
-        """The gradient with this loop, as a pure function of the States, compiled."""
+        """The contestant that computes gradients with this loop, as a pure function of the States, compiled."""
 
         def gradients(spikes: Any) -> Any:
             brainstate.nn.init_all_states(self.net, batch_size=SAMPLES)
@@ -75,19 +75,19 @@ class Task:
         values = [state.value for state in pure.get_states(self.spikes)]
 
         def call(values: Any, spikes: Any) -> Any:
-            return pure.jaxpr_call(values, spikes)[1]  # what is left in the States is not a gradient
+            return pure.jaxpr_call(values, spikes)[1]  # the gradients; the first item is the new values of the States
 
         return programs.contestant(call, values, self.spikes)
 
     def page(self) -> tuple[Plan, None]:
-        """The plan without a knob."""
+        """The plan without an option; there is no receipt."""
         brainstate.nn.init_all_states(self.net, batch_size=SAMPLES)
         return lt.plan_for_loop(self.net.update, self.spikes), None
 
 
 @contextmanager
 def contest(*, quick: bool) -> Iterator[Contest]:
-    """The tutorial's 400 steps, or fewer if `quick`."""
+    """The example: the tutorial's 400 steps, or fewer if `quick`."""
     with brainstate.environ.context(dt=1.0 * u.ms):
         steps = 32 if quick else 400
         task = Task(steps)

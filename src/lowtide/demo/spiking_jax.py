@@ -1,4 +1,4 @@
-"""The spiking network in JAX, wider and through more steps, where memory is what XLA sets aside."""
+"""The spiking network in JAX, wider and through more steps; memory is what XLA allocates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Scan = Callable[..., Any]
 
 @jax.custom_jvp
 def spike(x: jax.Array) -> jax.Array:
-    """1 where x >= 0; its surrogate derivative is a triangle."""
+    """1 where x >= 0, else 0; its surrogate derivative is a triangle."""
     return (x >= 0).astype(x.dtype)
 
 
@@ -35,7 +35,7 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
 
 
 def step(weights: Any, carry: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    """One step of 1 ms: synapse, neurons, readout."""
+    """Run one step of 1 ms: synapse, neurons, readout."""
     (enter, leave), (g, v, o) = weights, carry
     g = g * FAST + x @ enter
     v = v - spike(v - 1)
@@ -45,7 +45,7 @@ def step(weights: Any, carry: Any, x: jax.Array) -> tuple[Any, jax.Array]:
 
 
 def nested(f: Any, init: Any, xs: jax.Array, segment: int) -> tuple[Any, Any]:
-    """A scan of scans, the inner ones in `jax.checkpoint`, as one writes it by hand."""
+    """A scan of scans, the inner ones in `jax.checkpoint`, as one would write it by hand."""
     inner = jax.checkpoint(partial(jax.lax.scan, f), prevent_cse=False)
     carry, ys = jax.lax.scan(inner, init, xs.reshape(-1, segment, *xs.shape[1:]))
     return carry, ys.reshape(-1, *ys.shape[2:])
@@ -53,7 +53,7 @@ def nested(f: Any, init: Any, xs: jax.Array, segment: int) -> tuple[Any, Any]:
 
 @contextmanager
 def contest(*, quick: bool) -> Iterator[Contest]:
-    """2,000 steps of 100 neurons, or fewer of both if `quick`."""
+    """The example: 2,000 steps of 100 neurons, or fewer of both if `quick`."""
     steps, neurons, segment, budget = (60, 8, 6, "30%") if quick else (2_000, 100, 40, "2%")
     rng = np.random.default_rng(0)
     weights = tuple(

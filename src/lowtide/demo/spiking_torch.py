@@ -1,6 +1,6 @@
 """A spiking network trained through a rollout, in PyTorch: the network and sizes of brainstate's tutorial.
 
-Every tool adds the outputs up as they come, because none of them is needed on its own.
+Every tool sums the outputs as they are computed, because only their mean is needed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BUDGET = "128KiB"
 
 
 class Rollout:
-    """The network, what it reads, and its loss: 80 channels that spike at 5 Hz, 8 neurons, 2 classes, 64 samples."""
+    """The network, its inputs and its loss: 80 channels that spike at 5 Hz, 8 neurons, 2 classes, 64 samples."""
 
     def __init__(self, steps: int) -> None:
         self.enter, self.leave = nn.Linear(80, 8), nn.Linear(8, 2)
         with torch.no_grad():
-            # Four times the tutorial's weights: with those the untrained network is silent, and most gradients are 0.
+            # Four times the tutorial's weights, with which the untrained network is silent and most gradients are 0.
             self.enter.weight.normal_(std=4 * math.sqrt(2 / 80))
             self.leave.weight.normal_(std=math.sqrt(2 / 8))
         self.synapse, self.neurons, self.readout = lt.spiking.Expon(5.0), lt.spiking.LIF(20.0), lt.spiking.Expon(10.0)
@@ -39,17 +39,17 @@ class Rollout:
         self.labels = (torch.rand(64) < 0.5).long()
 
     def finish(self, mean: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """The backward."""
+        """Compute the loss and run the backward; returns the mean output and the gradients."""
         loss = nn.functional.cross_entropy(mean, self.labels)
         return mean.detach(), torch.autograd.grad(loss, list(self.net.parameters()))
 
     def plain(self) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """The loop as anybody would write it."""
+        """The plain loop, as anybody would write it."""
         lt.spiking.reset(self.net)
         return self.finish(self._run(0.0, self.spikes) / len(self.spikes))
 
     def torchs(self, size: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Segments of `size` steps in torch's checkpoint, through which the state of the neurons has to be passed."""
+        """Segments of `size` steps in torch's checkpoint; the state of the neurons has to be passed along."""
         total: Any = 0.0
         states: Any = (None, None, None)
         for part in self.spikes.split(size):
@@ -57,7 +57,7 @@ class Rollout:
         return self.finish(total / len(self.spikes))
 
     def lowtides(self, **knobs: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """One call."""
+        """The same loop as one call of Lowtide."""
         lt.spiking.reset(self.net)
         return self.finish(lt.checkpointed_for_loop(self.net, self.spikes, reduce="mean", **knobs))
 
@@ -71,7 +71,7 @@ class Rollout:
         return total
 
     def page(self) -> tuple[Plan, Receipt | None]:
-        """The budget's plan, and a run of it."""
+        """The plan for the budget, and the receipt of a run of it."""
         lt.spiking.reset(self.net)
         plan = lt.plan_for_loop(self.net, self.spikes, budget=BUDGET, reduce="mean")
         return plan, tensors.receipt_of(partial(self.lowtides, plan=plan))
@@ -79,7 +79,7 @@ class Rollout:
 
 @contextmanager
 def contest(*, quick: bool) -> Iterator[Contest]:
-    """The tutorial's 400 steps, or fewer if `quick`."""
+    """The example: the tutorial's 400 steps, or fewer if `quick`."""
     with tensors.one_thread():
         steps = 49 if quick else 400
         base = round(math.sqrt(steps))

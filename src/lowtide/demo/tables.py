@@ -21,7 +21,7 @@ _STYLES = {ToolKind.PLAIN: "dim", ToolKind.USUAL: "", ToolKind.LOWTIDE: "bold"}
 
 
 def cells(row: ResultRow) -> tuple[str, ...]:
-    """The row in words, in the order of the headings."""
+    """The cells of a row as text, in the order of the headings."""
     return (
         row.example,
         row.tool,
@@ -34,7 +34,7 @@ def cells(row: ResultRow) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[ResultRow], *, examples: bool) -> Table:
-    """All rows; `examples` adds a column with the name of each example, written once."""
+    """A table of all rows; `examples` adds a column with the name of each example, written once."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     first = 0 if examples else 1
     made.caption, made.caption_justify = MEANING if examples else None, "left"

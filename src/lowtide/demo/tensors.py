@@ -1,7 +1,7 @@
-"""Contestants in PyTorch: most bytes of live tensors beyond what every way of running holds.
+"""Contestants in PyTorch: peak memory beyond what every way of running holds.
 
-That is beyond inputs and parameters, which were there before, and beyond the output and the resulting gradients, which
-stay. Time is CPU seconds on one thread: the tensors are small, and more threads only wait for each other.
+Inputs and parameters are not counted, which exist before, nor are the output and the resulting gradients, which stay.
+Time is CPU seconds on one thread: the tensors are so small that more threads only wait for each other.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ Work = Callable[[], tuple[torch.Tensor, Sequence[torch.Tensor]]]  # the output a
 
 
 def peak_of(work: Work) -> int:
-    """Most bytes beyond the results in one forward and backward."""
+    """The most bytes beyond the results in one forward and backward."""
     with lt.measure.peak() as memory:
         results = work()
         beyond = memory.beyond()
-    del results  # alive until here, so that they are no part of it
+    del results  # alive until here, so that they are not counted
     return beyond
 
 
 def contestant(work: Work) -> Contestant:
-    """The work, ready to be measured."""
+    """The contestant that does this work."""
     return Contestant(lambda: work()[1], lambda: peak_of(work))
 
 
 def receipt_of(work: Work) -> Receipt:
-    """What one forward and backward did cost."""
+    """The receipt of one forward and backward."""
     with lt.record() as recording:
         results = work()
-    del results  # alive until here, so that the receipt knows them as held
+    del results  # alive until here, so that the receipt counts them as held
     return recording.receipt
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch computes on one thread, with random numbers that are the same every time."""
+    """Inside, torch computes on one thread, with random numbers from a fixed seed."""
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

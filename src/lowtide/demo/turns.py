@@ -1,4 +1,4 @@
-"""Measures a contest: gradients, bytes, then time, the contestants taking turns so that all meet the same noise."""
+"""Measures a contest: gradients, bytes, then time, the contestants taking turns so that noise affects all alike."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lowtide.demo.equality import equality
 
 
 def pieces(contest: Contest) -> int:
-    """How many pieces of work `measure` says that it begins."""
+    """How often `measure` calls `say`: once for each piece of work."""
     return len(contest.contestants) * (3 + contest.repeats)
 
 
 def measure(example: str, contest: Contest, say: Callable[[str], None]) -> list[ResultRow]:
-    """A row for each contestant; `say` is told of every piece of work before it begins."""
+    """A row for each contestant; `say` is called with a description before each piece of work."""
     ready, gradients, peaks = {}, {}, {}
     for tool, make in contest.contestants.items():
         say(f"{tool}: getting ready")

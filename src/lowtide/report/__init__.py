@@ -3,7 +3,7 @@
     import lowtide.report
     lowtide.report.write(plan, receipt, "plan.html")
 
-In come a plan and what a run of it did cost, as values; out goes what people read: a file, text, HTML or a figure.
+In: a plan and the receipt of a run of it, as values. Out: what people read: a file, text, HTML or a figure.
 
     kinds.py                      what differs between a loop or layers and a whole model, and which of them a plan is
     usual_tools.py                what other tools would do with the same chain, on paper
@@ -13,8 +13,8 @@ In come a plan and what a run of it did cost, as values; out goes what people re
     wording.py, drawing.py, snippets.py   words, colours and code that the media share
     page/, terminal.py, notebook.py, figures.py   the media
 
-It decides nothing about a plan, measures nothing and knows no framework: it may import the core and the planners. Rich
-and matplotlib are imported by `terminal` and `figures` alone, and these only when they are used.
+It decides nothing about a plan, measures nothing and knows no framework: it may import the core and the planners. Only
+`terminal` imports rich and only `figures` imports matplotlib, and both are imported only when they are used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def show(
     console: Console | None = None,
 ) -> None:
     """Print the report in a terminal; needs rich (`lowtide[report]`). Arguments are those of `write`."""
-    from lowtide.report import terminal  # whoever writes pages alone needs no rich
+    from lowtide.report import terminal  # imported here, because writing pages does not need rich
 
     terminal.show(tell(plan, receipt, measured=measured, points=points), console)
 
@@ -62,7 +62,7 @@ def figure(
 
     Needs matplotlib (`lowtide[report]`). Arguments are those of `write`.
     """
-    from lowtide.report import figures  # whoever writes pages alone needs no matplotlib
+    from lowtide.report import figures  # imported here, because writing pages does not need matplotlib
 
     figures.check_path(path)  # before planning, which may take long
     return figures.figure(tell(plan, receipt, measured=measured, points=points), path)

@@ -16,21 +16,21 @@ from lowtide.report.usual_tools import Mark
 from lowtide.report.wording import budget_of
 from lowtide.sizes import format_size
 
-# A plan of more runs takes long to play: it has a point on the frontier, and no picture unless it is the plan itself.
+# An alternative with more forward runs takes long to play, so it has a point on the frontier but no picture.
 MOST_RUNS_DRAWN = 4_000_000
 
 
 class HasReceipt(Protocol):
-    """What has a receipt, such as a recording, which may still be open."""
+    """An object with a receipt, such as a recording, which may still be open."""
 
     @property
     def receipt(self) -> Receipt:
-        """What it cost so far."""
+        """The measured cost so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One plan, played; `rows` are empty for a whole model, whose blocks have a table of their own."""
+    """A plan and its timeline; `rows` is empty for a whole model, whose blocks have a table of their own."""
 
     plan: Plan
     timeline: Timeline
@@ -39,15 +39,17 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A plan and what belongs beside it.
+    """A plan and everything that a report shows beside it.
 
     Attributes:
+        plan: the plan that the report is about.
+        receipt: the measured cost of a run of it, if there is one.
         views: the plan among plans for other budgets, the smallest budget first.
-        chosen: which of the views is the plan.
-        least: the least budget that works, for a model the least peak predicted; 0 where no other was planned.
-        frontier: every budget that was planned, those that are not drawn among them, as points.
-        peers: the plain run, and what the usual tools would do.
-        measured: what was measured.
+        chosen: the index of the plan's own view.
+        least: the least budget that works, or for a model the least predicted peak; 0 if no other budget was planned.
+        frontier: every budget that was planned, as a point, including those that are not drawn.
+        peers: the plain run, and what the usual tools would do, as points.
+        measured: measurements, as points.
     """
 
     plan: Plan
@@ -61,23 +63,23 @@ class Story:
 
     @property
     def view(self) -> View:
-        """The plan itself, played."""
+        """The view of the plan itself."""
         return self.views[self.chosen]
 
     @property
     def kind(self) -> PlanKind:
-        """What kind of plan it is."""
+        """The kind of the plan."""
         return kind_of(self.plan)
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak is within the budget; `measuring` says how the measured one is to be read."""
+        """Whether the predicted peak is within the budget; `measuring` is about the measured one."""
         budget = budget_of(self.plan)
         return budget is None or self.plan.bill.peak_memory <= budget
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, in a sentence with numbers."""
+        """Whether the plan fits, in a sentence with numbers."""
         budget, measured = budget_of(self.plan), measured_peak(self.plan, self.receipt)
         peak = f"a predicted peak of {format_size(self.plan.bill.peak_memory)}"
         if measured is not None and not self.is_measured_above:
@@ -88,7 +90,7 @@ class Story:
 
     @property
     def measuring(self) -> str:
-        """How the measured peak is to be read; empty if there is none."""
+        """How to read the measured peak, in a sentence or two; empty if there is none."""
         measured = measured_peak(self.plan, self.receipt)
         if self.receipt is None or measured is None:
             return ""
@@ -97,9 +99,9 @@ class Story:
 
     @property
     def curve(self) -> tuple[int, ...]:
-        """The measured bytes over time, counted as the budget or the peak counts them; empty if they were not followed.
+        """The measured bytes over time, counted as the budget or the peak counts them; empty if they were not recorded.
 
-        A model's gradients are not among them: the receipt leaves them out.
+        A model's gradients are not included: the receipt does not count them.
         """
         return () if self.receipt is None else tuple(size + self.kind.held_before for size in self.receipt.curve)
 
@@ -111,7 +113,7 @@ class Story:
 
 
 def measured_peak(plan: Plan, receipt: Receipt | None) -> int | None:
-    """Bytes at the worst moment, counted as the plan's budget or peak counts them; None if they were not measured."""
+    """The measured peak in bytes, counted as the plan's budget or peak counts them; None if it was not measured."""
     return None if receipt is None or not receipt.peak_memory else kind_of(plan).measured_peak(receipt)
 
 
@@ -123,15 +125,15 @@ def tell(
     points: int = 32,
     progress: Progress | None = None,
 ) -> Story:
-    """Plan the chain for other budgets too, and play every plan on paper.
+    """The story of a plan: plans the chain for other budgets too, and plays every plan on paper.
 
     Args:
-        plan: what the story is about.
-        receipt: what a run of it did cost.
+        plan: the plan that the story is about.
+        receipt: the measured cost of a run of it.
         measured: more measured points, for the frontier.
-        points: how many other budgets, besides the peaks of the usual tools; 0 for the plan alone, which is quick. A
-            whole model has all choices of its frontier, unless it is 0.
-        progress: called with how many plans are done and of how many, each time one is.
+        points: how many other budgets to plan for, besides the peaks of the usual tools; 0 for the plan alone, which is
+            quick. For a whole model, any number but 0 means all choices of its frontier.
+        progress: called with the number of finished plans and their total, each time one is finished.
     """
     if not isinstance(plan, Plan):
         raise InputError(f"plan={plan!r} is a {type(plan).__name__}; give a Plan, such as plan_scan returns")
@@ -143,11 +145,11 @@ def tell(
 
 
 def _story(plan: Plan, receipt: Receipt | None, measured: tuple[Mark, ...], points: int, progress: Progress) -> Story:
-    """The plan among its alternatives; each that has a plan of its own is played."""
+    """The story, with those alternatives played that have a plan of their own."""
     kind = kind_of(plan)
     tools = kind.usual_tools() if points else ()
     views, marks = [_view(plan)], [kind.mark]
-    # Alternatives at the tools' own peaks, so that each tool is seen beside the plan for the same memory.
+    # Alternatives at the tools' own peaks too, so that each tool can be compared with the plan for the same memory.
     for mark, other in kind.alternatives(points, {tool.peak for tool in tools}, progress):
         marks.append(mark)
         if other is not None and other.bill.plain_runs + other.bill.taping_runs <= MOST_RUNS_DRAWN:
@@ -172,7 +174,7 @@ def _view(plan: Plan) -> View:
 
 
 def _measured(plan: Plan, receipt: Receipt | None) -> list[Mark]:
-    """The receipt as a point: bytes as measured, time from the runs that were counted, at the chain's costs."""
+    """The receipt as a point: measured bytes, and the time of the counted runs by the chain's costs."""
     peak = measured_peak(plan, receipt)
     if receipt is None or peak is None:
         return []

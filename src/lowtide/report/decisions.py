@@ -11,8 +11,8 @@ from lowtide.plan import Plan
 from lowtide.report.timeline import Tally
 from lowtide.sizes import format_size
 
-MOST_NAMED = 2_000  # steps with a name or a cost of their own that get a row each; of more there are ranges
-MOST_RANGES = 50  # rows of equal steps
+MOST_NAMED = 2_000  # steps with a name or a cost of their own that get a row each; more are grouped into ranges
+MOST_RANGES = 50  # rows for ranges of steps
 
 
 class Decision(StrEnum):
@@ -28,14 +28,14 @@ class StepRow:
 
     Attributes:
         start, stop: the steps [start, stop).
-        name: of the layer, or the range in words.
+        name: the layer's name, or the range in words.
         state: bytes of the state it starts from.
         tape: bytes of all its tapes.
-        seconds: of running it once, by the chain's costs.
-        again: plain runs of an average step of it, which are its runs beyond the taping one.
+        seconds: the time of running it once, by the chain's costs.
+        again: the average number of plain runs of its steps, which are those beyond the one that keeps the tape.
         stored: how many of its states are ever stored.
         form: how its tape is kept, in words.
-        is_whole: whether that is the whole tape, of all its steps.
+        is_whole: whether all its steps keep their whole tape.
         decision: whether it is run again.
         why: the reason, in a sentence.
     """
@@ -70,7 +70,7 @@ def _ranges(chain: Chain, tally: Tally) -> list[tuple[int, int]]:
 
 def _row(plan: Plan, tally: Tally, start: int, stop: int) -> StepRow:
     chain = plan.chain
-    steps = 1 if chain.is_equal else stop - start  # one stands for all where they are equal
+    steps = 1 if chain.is_equal else stop - start  # if all steps are equal, one stands for the others
     times = (stop - start) // steps
     forms = [int(tally.forms[k]) for k in range(start, start + steps)]
     entries = [chain[k].menu[form] for k, form in zip(range(start, start + steps), forms, strict=True)]

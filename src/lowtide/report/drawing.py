@@ -1,6 +1,6 @@
 """What every drawing of a plan shares: its colours, its ticks, and the schedule as cells of time by steps.
 
-The text, the notebook and the figures draw from here, so that a colour means the same in all of them. The colours can
+The terminal, the notebook and the figures use it, so that a colour means the same in all of them. The colours can
 be told apart by people with colour vision deficiency and, by their lightness, in grey print.
 """
 
@@ -50,7 +50,7 @@ GRADIENTS = Ink("gradients", "#969696")
 
 
 def memory_inks(kind: PlanKind) -> tuple[Ink, ...]:
-    """The inks of what memory over time is stacked of, in the order in which `kind.parts_of` returns its bytes."""
+    """The inks of the parts that memory over time is stacked from, in the order of `kind.parts_of`."""
     return tuple(PART_INKS[part] for part in kind.memory_parts)
 
 
@@ -67,7 +67,7 @@ class Cells:
     """The schedule as columns of time by rows of steps; row r covers the steps [r*T//rows, (r+1)*T//rows).
 
     Attributes:
-        share: [kind, column, row], the share of the column's time that goes there.
+        share: [kind, column, row], the share of the column's time that runs of this kind take in this row.
         memory, disk: [column, row], the share of the row's states that is stored.
     """
 
@@ -76,7 +76,7 @@ class Cells:
     disk: NDArray[np.float64]
 
     def image(self) -> NDArray[np.uint8]:
-        """RGBA, the last steps in the first line: runs in their colour, stored states as a tint below them."""
+        """RGBA pixels, the last steps in the first line: runs in their colour, stored states as a tint behind them."""
         spent = self.share.sum(axis=0)
         fullest = np.maximum(spent.max(axis=1, keepdims=True), 1e-12)
         inks = np.array([_channels(RUN_INKS[kind].colour) for kind in RunKind])
@@ -96,7 +96,7 @@ class Cells:
 
 
 def cells(timeline: Timeline, length: int, columns: int, rows: int) -> Cells:
-    """The schedule of a chain of `length` steps in at most `columns` and `rows`."""
+    """The schedule of a chain of `length` steps, in at most `columns` columns and `rows` rows."""
     rows = min(rows, length)
     if timeline.raster is not None:
         return _coarser(timeline.raster, columns, rows)
@@ -120,7 +120,7 @@ def cells(timeline: Timeline, length: int, columns: int, rows: int) -> Cells:
 
 
 def _coarser(raster: Raster, columns: int, rows: int) -> Cells:
-    """A raster in fewer columns and rows, or in its own."""
+    """The raster with at most `columns` columns and `rows` rows."""
     columns, rows = min(columns, raster.columns), min(rows, raster.rows)
     lefts, widths = _spans(raster.columns, columns)
     bottoms, heights = _spans(raster.rows, rows)
@@ -133,7 +133,7 @@ def _coarser(raster: Raster, columns: int, rows: int) -> Cells:
 
 
 def _spans(have: int, want: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each of `want` spans of `have` things begins, and how many it has."""
+    """The start and the length of each span, if `have` cells are divided into `want` spans."""
     edges = np.arange(want + 1) * have // want
     return edges[:-1], np.diff(edges)
 

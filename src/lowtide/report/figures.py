@@ -1,7 +1,7 @@
 """The report as a figure for papers: the frontier, the schedule, and memory over time, with matplotlib.
 
-Drawn with matplotlib's objects alone, so that nobody's pyplot state is touched and no window opens. Legends stand
-beside their panels: whatever the names and numbers are, no label lies on another.
+Drawn without pyplot, so that no global state changes and no window opens. Legends stand beside their panels, so that
+labels never overlap, whatever the names and numbers are.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _DPI = 200
 _PANEL_HEIGHTS = (1.0, 1.15, 1.0)  # relative to each other
 _PLAN_COLOUR, _PEER_COLOUR, _MEASURED_COLOUR = "#d7191c", "#000000", "#1b7837"
 _MARKERS: tuple[Any, ...] = (*"sD^v<>pPX*dh", (4, 1, 0), (8, 1, 0))  # the last two: stars with 4 and with 8 points
-_MOST_MARKS = len(_MARKERS)  # in a legend, each with a marker of its own
-_MOST_TIME_SPAN = 50  # times the least time; the frontier is not drawn above that
-_LEAST_LOG_SPAN = 4  # times the least time; an axis that spans more is logarithmic
-_NEAR_LIMIT = 2  # times the peak; a limit further above would flatten the picture, and is in the legend alone
-_LEGEND_LINES = 15  # that fit beside a panel of the usual height
-_LEGEND_LINE = 0.145  # inches
-_MOST_NAMES = 24  # of steps along an axis
+_MOST_MARKS = len(_MARKERS)  # named in a legend, each with a marker of its own
+_MOST_TIME_SPAN = 50  # multiple of the least time, above which the frontier is not drawn
+_LEAST_LOG_SPAN = 4  # multiple of the least time; a time axis that spans more is logarithmic
+_NEAR_LIMIT = 2  # multiple of the peak; a higher limit would flatten the picture, and is only in the legend
+_LEGEND_LINES = 15  # lines of a legend that fit beside a panel of the usual height
+_LEGEND_LINE = 0.145  # height of a line in inches
+_MOST_NAMES = 24  # names of steps along an axis
 _STYLE: dict[Any, Any] = {
     "font.size": 8.0,
     "axes.titlesize": 9.0,
@@ -54,7 +54,7 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "text.usetex": False,  # names may have characters that TeX interprets
     "pdf.fonttype": 42,  # type 3 fonts are refused by some journals
-    "svg.hashsalt": "lowtide",  # the same figure is the same file
+    "svg.hashsalt": "lowtide",  # fixed, so that the same figure is the same file
 }
 
 
@@ -87,7 +87,7 @@ def figure(story: Story, path: str | os.PathLike[str] | None = None) -> Figure:
 
 
 def check_path(path: str | os.PathLike[str] | None) -> None:
-    """Refuse a name that does not say in which format to save."""
+    """Raise `InputError` if the path's suffix is not a format that figures are saved in."""
     if path is not None and Path(path).suffix.lower() not in SUFFIXES:
         raise InputError(
             f"path={os.fspath(path)!r}: a figure is saved as {', '.join(SUFFIXES)}; end the name in one of them"
@@ -95,9 +95,9 @@ def check_path(path: str | os.PathLike[str] | None) -> None:
 
 
 def frontier_axes(axes: Axes, story: Story) -> None:
-    """Draw what every budget buys: peak memory against time, the plan, the usual tools and measurements marked."""
+    """Draw what each budget buys: time against peak memory, with the plan, the usual tools and measurements marked."""
     best = _best(story)
-    # A plan is the answer for every budget up to that of the next plan.
+    # Steps, because a plan is the answer for every budget up to that of the next plan.
     axes.plot(*zip(*best, strict=True), ".-", color="#7f7f7f", ms=3, lw=1, label="frontier", drawstyle="steps-post")
     _marks(axes, story)
     plan = story.plan
@@ -131,19 +131,19 @@ def schedule_axes(axes: Axes, story: Story) -> None:
     else:
         _draw_runs(axes, story, span)
     axes.set_xlim(0, span)
-    axes.set_ylim(-0.03 * length, 1.03 * length)  # so that state 0 does not lie on the edge
+    axes.set_ylim(-0.03 * length, 1.03 * length)  # a margin, so that state 0 is not drawn on the edge
     _name_steps(axes, plan)
     axes.set(xlabel=_time_label(plan), title="Schedule")
     _legend(axes)
 
 
 def memory_axes(axes: Axes, story: Story) -> None:
-    """Draw memory over time: what it holds, where it peaks and why, the budget and the measured curve."""
+    """Draw memory over time: its parts, where it peaks and why, the budget and the measured curve."""
     plan, timeline = story.plan, story.view.timeline
     scale = _span(plan) / timeline.seconds
     times = [second * scale for moment in timeline.memory for second in (moment.start, moment.stop)]
     bytes_ = np.array([story.kind.parts_of(moment) for moment in timeline.memory], dtype=float)
-    parts = np.repeat(bytes_.T, 2, axis=1)  # at the beginning and at the end of each moment
+    parts = np.repeat(bytes_.T, 2, axis=1)  # twice: at the beginning and at the end of each moment
     held = [(ink, part) for ink, part in zip(memory_inks(story.kind), parts, strict=True) if part.any()]
     if held:
         inks = [ink for ink, _ in held]
@@ -177,7 +177,7 @@ def memory_axes(axes: Axes, story: Story) -> None:
 
 
 def _best(story: Story) -> list[tuple[int, float]]:
-    """Peak and time of those plans that no other beats in both."""
+    """Peak and time of the plans on the frontier: no other plan is at least as good in both."""
     found: list[tuple[int, float]] = []
     for peak, factor in sorted((mark.peak, mark.time_factor) for mark in story.frontier):
         if not found or factor < found[-1][1]:
@@ -186,22 +186,22 @@ def _best(story: Story) -> list[tuple[int, float]]:
 
 
 def _size_axis(axes: Axes, least: int, peaks: list[int]) -> None:
-    """Powers of two along x, at most six of them labelled."""
+    """Set a logarithmic x axis of sizes, with about six powers of two labelled."""
     low, high = max(min(least, *peaks), 1) / 1.5, max(peaks) * 1.25
     axes.set_xscale("log", base=2)
     axes.set_xlim(low, high)
     lowest, highest = math.ceil(math.log2(low)), math.floor(math.log2(high))
     ticks = [2**power for power in range(lowest, highest + 1, max(1, -(-(highest - lowest) // 5)))]
-    if highest - lowest < 3:  # a narrow axis has room for those between
+    if highest - lowest < 3:  # a narrow axis has room for sizes in between
         between = [3 * 2**power // 2 for power in range(max(lowest, 1) - 1, highest + 1)]
         ticks = sorted({*ticks, *(tick for tick in between if low <= tick <= high)})
     axes.set_xticks(ticks, [format_size(tick) for tick in ticks])
 
 
 def _factor_axis(axes: Axes, factors: list[float], marked: list[float]) -> None:
-    """Multiples of the plain loop's time along y, on a logarithmic scale where they are far apart.
+    """Set a y axis of multiples of the plain run's time, logarithmic if they are far apart.
 
-    The least memory may take 100,000 times as long: there the curve leaves the panel, but all marks stay inside.
+    The least memory may take 100,000 times as long: the curve may leave the panel there, but all marks stay inside.
     """
     axes.margins(y=0.08)
     low, high = min(factors), max(factors)
@@ -216,7 +216,7 @@ def _factor_axis(axes: Axes, factors: list[float], marked: list[float]) -> None:
 
 
 def _marks(axes: Axes, story: Story) -> None:
-    """The points of the usual tools (hollow) and of measurements (filled, in green); those without a name are dots."""
+    """Draw the usual tools (hollow) and measurements (filled, green); those beyond the named ones are dots."""
     marks = [(mark, mark.name, _PEER_COLOUR, "none") for mark in story.peers]
     marks += [(mark, _measured_name(mark), _MEASURED_COLOUR, _MEASURED_COLOUR) for mark in story.measured]
     for place, (mark, name, colour, fill) in enumerate(marks):
@@ -238,7 +238,7 @@ def _marks(axes: Axes, story: Story) -> None:
 
 
 def _measured_name(mark: Mark) -> str:
-    """Its name in the legend, which says where bytes alone were measured."""
+    """The mark's name in the legend, which says so if only bytes were measured."""
     return measured_name(mark) + ("" if mark.is_timed else ": bytes alone")
 
 
@@ -277,11 +277,11 @@ def _draw_raster(axes: Axes, story: Story, raster: Raster, span: float) -> None:
     inks = [ink for kind, ink in RUN_INKS.items() if picture.share[kind].any()]
     inks += [TIER_INKS[tier] for tier, part in ((Tier.MEMORY, picture.memory), (Tier.DISK, picture.disk)) if part.any()]
     for ink in inks:
-        axes.add_patch(Rectangle((0, 0), 0, 0, color=ink.colour, label=ink.name, lw=0))  # for the legend
+        axes.add_patch(Rectangle((0, 0), 0, 0, color=ink.colour, label=ink.name, lw=0))  # an empty box, for the legend
 
 
 def _mark_peak(axes: Axes, story: Story, scale: float) -> None:
-    """A mark at the peak; its cause is in the legend, where nothing covers it."""
+    """Mark the peak; its cause is written in the legend, where nothing covers it."""
     from matplotlib.markers import CARETDOWN  # its tip is at the point
 
     worst = story.view.timeline.worst
@@ -291,7 +291,10 @@ def _mark_peak(axes: Axes, story: Story, scale: float) -> None:
 
 
 def _held_anyway(axes: Axes, plan: Plan, top: int) -> float:
-    """Parameters and gradients below 0, because no budget counts them; cut off where they would flatten the rest."""
+    """Draw parameters and gradients below 0, because no budget counts them; returns how far the axis goes below 0.
+
+    They are cut off where they would flatten the rest.
+    """
     depth = 0
     for ink, size in zip((PARAMETERS, GRADIENTS), kind_of(plan).besides, strict=True):
         if size:
@@ -319,7 +322,7 @@ def _name_steps(axes: Axes, plan: Plan) -> None:
 
 
 def _span(plan: Plan) -> float:
-    """The length of the time axis: a multiple of the plain one, where that takes time."""
+    """The length of the time axis: the plan's time as a multiple of the plain run's."""
     return plan.time_factor
 
 
@@ -332,7 +335,7 @@ def _time_label(plan: Plan) -> str:
 
 
 def _legend(axes: Axes) -> None:
-    """A legend on the right of the panel, with every name as it is written."""
+    """Add a legend to the right of the panel; names are wrapped, and shown without interpreting math markup."""
     legend = axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), borderaxespad=0, handlelength=1.4)
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -340,7 +343,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _make_room(made: Figure, grid: GridSpec, frontier: Axes) -> None:
-    """Make the figure taller where the first panel's legend is longer than the panel."""
+    """Make the figure taller if the first panel's legend is longer than the panel."""
     legend = frontier.get_legend()
     assert legend is not None  # it has just been drawn
     lines = sum(1 + text.get_text().count("\n") for text in legend.get_texts())
@@ -348,12 +351,12 @@ def _make_room(made: Figure, grid: GridSpec, frontier: Axes) -> None:
     usual = made.get_figheight()
     first, *others = _PANEL_HEIGHTS
     made.set_figheight(usual + more)
-    # The other panels stay as high as they were.
+    # The other panels keep their height.
     grid.set_height_ratios([first + more / usual * sum(_PANEL_HEIGHTS), *others])
 
 
 def _safe(name: str, most: int) -> str:
-    """The name as the figure's own font can write it; what it has no glyph for becomes a question mark."""
+    """The name, cut, with a question mark for every character that the figure's font has no glyph for."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     known: dict[int, Any] = get_font(findfont(FontProperties())).get_charmap()

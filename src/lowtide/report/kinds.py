@@ -1,9 +1,8 @@
 """What differs in a report between the plan of a loop or of layers and the plan of a whole model.
 
-A budget is what a call takes beyond what the plain call holds too; a model's peak is everything that a training step
-holds. So words, sections, parts of memory, other choices and the code to paste differ. Each kind of plan has all of
-them as attributes and methods. `kind_of` decides which kind a plan is, here and nowhere else: whatever shows a plan
-asks its kind.
+A budget limits what a call takes beyond what the plain call holds too; a model's peak limits everything that a training
+step holds. So words, sections, parts of memory, alternatives and the code to paste differ. Each kind of plan has all of
+them as attributes and methods. Only `kind_of` decides which kind a plan is; all code that shows a plan asks its kind.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ from lowtide.report.usual_tools import Mark, block_peers, peers
 from lowtide.report.wording import figure_of, share_of, size_at_least
 from lowtide.sizes import format_size
 
-Progress = Callable[[int, int], object]  # told how many plans are done, and of how many
+Progress = Callable[[int, int], object]  # called with the number of finished plans and their total
 
 
 def no_progress(done: int, total: int) -> None:
-    """What is called where progress is not asked for."""
+    """The callback that is used if no other was given: it does nothing."""
 
 
 class Section(Enum):
-    """A section of a report that has little room, such as a terminal's."""
+    """A section of a report with little room, such as one in a terminal."""
 
     FRONTIER = auto()
     SCHEDULE = auto()
@@ -64,7 +63,7 @@ class Section(Enum):
 
 
 class Alternative(NamedTuple):
-    """Another choice than the plan's: a point on the frontier, and its plan if one was made for it."""
+    """An alternative to the plan: a point on the frontier, and its plan if one was made."""
 
     mark: Mark
     plan: Plan | None
@@ -72,18 +71,19 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanKind(ABC):
-    """A plan, and what a report has to know of its kind.
+    """A plan, and what a report needs to know about its kind.
 
     Attributes:
-        sections: what a report with little room shows, in this order.
+        sections: the sections of a report with little room, in order.
         limit_name: what the user limits: the "budget", or the "peak".
-        limit_label: what the line of that limit is called in pictures.
-        memory_parts: what memory over time is stacked of, the lowest first.
-        frontier_titles: columns of the frontier in a report; the fourth is what `effort` returns.
-        summary_titles: columns of a row that `summary` returns.
+        limit_label: the label of that limit's line in pictures.
+        memory_parts: the parts that memory over time is stacked from, the lowest first.
+        frontier_titles: the columns of the frontier in a report; the fourth is what `effort` returns.
+        summary_titles: the columns of the row that `summary` returns.
         not_in_curve: what the limit counts and a receipt's bytes over time do not, as the end of a phrase.
-        measured_above: why a measured peak may be above the limit though less was predicted.
-        counts_runs: whether a receipt counts the runs of its steps, so that they say how long a run took.
+        measured_above: why a measured peak may be above the limit although less was predicted.
+        counts_runs: whether a receipt counts the runs of the chain's steps, from which a run's time follows.
+        plan: the plan itself.
     """
 
     sections: ClassVar[tuple[Section, ...]]
@@ -100,7 +100,7 @@ class PlanKind(ABC):
 
     @property
     def chain(self) -> Chain:
-        """What was planned."""
+        """The chain that was planned."""
         return self.plan.chain
 
     # Words
@@ -113,7 +113,7 @@ class PlanKind(ABC):
     @property
     @abstractmethod
     def plain_name(self) -> str:
-        """Whose time the plan's own is a multiple of."""
+        """The run whose time the plan's time is a multiple of, in the possessive."""
 
     @property
     def frontier_heading(self) -> str:
@@ -130,7 +130,7 @@ class PlanKind(ABC):
 
     @property
     def unit(self) -> str:
-        """What the chain's times are in."""
+        """The unit of the chain's times."""
         return SECONDS
 
     def time(self, time: float) -> str:
@@ -142,21 +142,21 @@ class PlanKind(ABC):
     @property
     @abstractmethod
     def whole(self) -> int:
-        """Bytes without a plan, which the plan's are a share of."""
+        """The bytes without a plan, which the plan's bytes are shown as a share of."""
 
     @property
     @abstractmethod
     def besides(self) -> tuple[int, int]:
-        """Bytes of parameters and of gradients that the limit does not count."""
+        """The bytes of parameters and of gradients that the limit does not count."""
 
     @property
     @abstractmethod
     def held_before(self) -> int:
-        """Bytes that the limit counts and that are held before the run begins."""
+        """The bytes that the limit counts and that are held before the run begins."""
 
     @abstractmethod
     def parts_of(self, moment: Moment) -> tuple[int, ...]:
-        """Bytes of a moment in the order of `memory_parts`."""
+        """The bytes of a moment, in the order of `memory_parts`."""
 
     @abstractmethod
     def told(self, activity: Activity, start: int, stop: int) -> str:
@@ -166,25 +166,25 @@ class PlanKind(ABC):
 
     @abstractmethod
     def measured_peak(self, receipt: Receipt) -> int:
-        """Bytes at a run's worst moment, counted as the limit counts them."""
+        """The peak of a run in bytes, counted as the limit counts them."""
 
     @abstractmethod
     def measuring(self, receipt: Receipt, measured: int) -> str:
-        """How that measured peak is to be read."""
+        """How to read that measured peak, in a sentence."""
 
     # Other choices
 
     @abstractmethod
     def least(self) -> int:
-        """The smallest limit that can be kept."""
+        """The least limit that works."""
 
     @abstractmethod
     def usual_tools(self) -> tuple[Mark, ...]:
-        """The plain run, and what people do without a planner."""
+        """The plain run, and what people do without a planner, as points beside the frontier."""
 
     @abstractmethod
     def alternatives(self, points: int, also: Collection[int], progress: Progress) -> Iterator[Alternative]:
-        """Other choices, for about `points` limits and for those in `also`; none if `points` is 0."""
+        """Alternatives for about `points` limits and for those in `also`; none if `points` is 0."""
 
     @abstractmethod
     def plans(self, points: int, disk: Disk | None = None) -> Iterator[Plan]:
@@ -197,7 +197,7 @@ class PlanKind(ABC):
 
     @abstractmethod
     def effort(self, time_factor: float, runs: float | None) -> str:
-        """What a choice costs besides its `time_factor`; `runs` are those of each step, where they are known."""
+        """The cost of a choice besides its `time_factor`, as text; `runs` are the runs of a step, if they are known."""
 
     @abstractmethod
     def summary(self) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ class PlanKind(ABC):
     # The table of blocks, and the code to paste
 
     def block_rows(self) -> Sequence[BlockRow]:
-        """What the plan does with each block of a model; nothing where there are none."""
+        """What the plan does with each block of a model; empty if there are no blocks."""
         return ()
 
     @abstractmethod
@@ -238,7 +238,7 @@ class ChainKind(PlanKind):
 
     @property
     def plain_name(self) -> str:
-        """Whose time the plan's own is a multiple of."""
+        """The run whose time the plan's time is a multiple of, in the possessive."""
         return "plain loop's"
 
     def limit_told(self, size: int) -> str:
@@ -246,7 +246,7 @@ class ChainKind(PlanKind):
         return f"a budget of {format_size(size)}"
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """The plan's own lines, and what is held besides."""
+        """The plan's own lines, and one for parameters and gradients, which are held besides."""
         yield from self.plan.lines()
         parameters, gradients = self.besides
         if parameters or gradients:
@@ -255,21 +255,21 @@ class ChainKind(PlanKind):
 
     @property
     def whole(self) -> int:
-        """Bytes of all tapes."""
+        """The bytes of all tapes."""
         return self.chain.plain_tape
 
     @property
     def besides(self) -> tuple[int, int]:
-        """Bytes of parameters and of gradients: no budget counts them."""
+        """The bytes of parameters and of gradients: no budget counts them."""
         return self.chain.parameters, self.chain.gradients
 
     @property
     def held_before(self) -> int:
-        """None: a budget counts what the call makes."""
+        """0: a budget counts only what the call makes."""
         return 0
 
     def parts_of(self, moment: Moment) -> tuple[int, ...]:
-        """Bytes of a moment in the order of `memory_parts`."""
+        """The bytes of a moment, in the order of `memory_parts`."""
         return moment.parts
 
     def told(self, activity: Activity, start: int, stop: int) -> str:
@@ -281,26 +281,26 @@ class ChainKind(PlanKind):
         return f"{activity} steps [{start:,}, {stop:,})"
 
     def measured_peak(self, receipt: Receipt) -> int:
-        """Bytes at a run's worst moment, without what the plain run holds too."""
+        """The peak of a run in bytes, without what the plain run holds too."""
         return max(0, receipt.peak_memory - receipt.held)
 
     def measuring(self, receipt: Receipt, measured: int) -> str:
-        """How the measured peak is to be read."""
+        """How to read the measured peak, in a sentence."""
         told = f"Measured: {format_size(receipt.peak_memory)} at most"
         if receipt.held:
             told += f", {format_size(receipt.held)} of it results and gradients, which no budget counts"
         return f"{told}."
 
     def least(self) -> int:
-        """The smallest budget that works."""
+        """The least budget that works."""
         return least_budget(self.chain, self.plan.schedule.disk, rooms=self.plan.rooms)
 
     def usual_tools(self) -> tuple[Mark, ...]:
-        """The plain run, and what people do without a planner."""
+        """The plain run, and what people do without a planner, as points beside the frontier."""
         return peers(self.chain)
 
     def alternatives(self, points: int, also: Collection[int], progress: Progress) -> Iterator[Alternative]:
-        """The same chain planned for other budgets, which takes a while."""
+        """The same chain planned for other budgets; planning takes a while, so progress is reported."""
         plan, total = self.plan, points + len(also) + 1
         others = frontier(plan.chain, max(points, 2), plan.schedule.disk, rooms=plan.rooms, also=also) if points else ()
         for done, other in enumerate(others, start=1):
@@ -315,7 +315,7 @@ class ChainKind(PlanKind):
         return frontier(self.chain, points, used, rooms=self.plan.rooms)
 
     def effort(self, time_factor: float, runs: float | None) -> str:
-        """Forward runs of a step."""
+        """The forward runs of a step."""
         return "" if runs is None else figure_of(runs)
 
     def summary(self) -> tuple[str, ...]:
@@ -331,7 +331,7 @@ class ChainKind(PlanKind):
         )
 
     def snippets(self) -> tuple[Snippet, ...]:
-        """Layers if the steps are unequal, else a loop; what has rooms is a compiled program, and so JAX's."""
+        """The code for layers if the steps are unequal, else for a loop; only compiled JAX programs have rooms."""
         knob = self.plan.knob
         return loop_snippets(knob, jax_first=self.plan.rooms) if self.chain.is_equal else layer_snippets(knob)
 
@@ -369,7 +369,7 @@ class ModelKind(PlanKind):
 
     @property
     def plain_name(self) -> str:
-        """Whose time the plan's own is a multiple of."""
+        """The run whose time the plan's time is a multiple of, in the possessive."""
         return plain_of(self.chain)
 
     @property
@@ -387,35 +387,35 @@ class ModelKind(PlanKind):
 
     @property
     def unit(self) -> str:
-        """What the chain's times are in: seconds, or what was counted instead."""
+        """The unit of the chain's times: seconds, or what was counted instead."""
         return self.schedule.unit
 
     @property
     def whole(self) -> int:
-        """The peak with all blocks kept."""
+        """The peak in bytes if all blocks are kept."""
         return max(levels(self.chain, (0,) * len(self.chain)))
 
     @property
     def besides(self) -> tuple[int, int]:
-        """None: the peak counts everything."""
+        """0 and 0: the peak counts everything."""
         return 0, 0
 
     @property
     def fixed(self) -> tuple[tuple[str, int], ...]:
-        """What is held from the beginning of a step to its end, each part with its bytes."""
+        """The parts of memory that are held from the beginning of a step to its end, each with its bytes."""
         return fixed_parts(self.chain, self.schedule)
 
     @property
     def held_before(self) -> int:
-        """Bytes of all that is held from the beginning of a step to its end."""
+        """The bytes that are held from the beginning of a step to its end."""
         return sum(size for _, size in self.fixed)
 
     def parts_of(self, moment: Moment) -> tuple[int, ...]:
-        """Bytes of a moment in the order of `memory_parts`."""
+        """The bytes of a moment, in the order of `memory_parts`."""
         chain, blocks = self.chain, set(self.chain.blocks())
-        # Steps outside of blocks have a tape of a byte or so, because every step has one; it is not shown as tape.
+        # Steps outside blocks have a tape of a byte or so, because every step of a chain has a tape; it is not shown.
         tapes = max(0, moment.tape - sum(chain[k].tape for k in range(len(chain)) if k not in blocks))
-        # What is held all along is held while a step is taped too, though the step's costs need not say so.
+        # The fixed parts are held during every step, although the costs of a step need not include them.
         left = max(moment.total - tapes, min(self.held_before, self.plan.bill.peak_memory - tapes))
         found = []
         for _, size in self.fixed:
@@ -430,14 +430,14 @@ class ModelKind(PlanKind):
         return f"in the {'forward' if activity is Activity.TAPING else 'backward'} of {self.chain.name(start)}"
 
     def measured_peak(self, receipt: Receipt) -> int:
-        """Bytes at a step's worst moment: a recording counts all but what was held before it."""
+        """The peak of a step in bytes: the recorded peak, and what was held before, which a recording leaves out."""
         return self.held_before + receipt.peak_memory
 
     def measuring(self, receipt: Receipt, measured: int) -> str:
-        """How the measured peak is to be read."""
+        """How to read the measured peak, in a sentence."""
         share, made = measured / self.plan.bill.peak_memory - 1, format_size(receipt.peak_memory)
         against = f"{abs(share):.1%} {'more' if share > 0 else 'less'} than predicted"
-        if abs(share) < 0.0005:  # what is written as 0.0%
+        if abs(share) < 0.0005:  # it would be written as 0.0%
             against = "as predicted"
         return (
             f"Measured: {format_size(measured)} at the worst moment, {against}; {made} of it made in the step, beside "
@@ -453,7 +453,7 @@ class ModelKind(PlanKind):
         return block_peers(self.chain)
 
     def alternatives(self, points: int, also: Collection[int], progress: Progress) -> Iterator[Alternative]:
-        """All choices of the frontier, however many; the plan has them already, so there is no progress to tell of."""
+        """All choices of the frontier, however many; the plan has them already, so there is no progress to report."""
         plain = self.chain.plain_seconds
         for point in self.plan.frontier if points else ():
             if point.options != self.schedule.options:
@@ -469,7 +469,7 @@ class ModelKind(PlanKind):
         return (for_peak(self.plan, to_ask(self.plan, self.plan.frontier[place].peak)) for place in places)
 
     def effort(self, time_factor: float, runs: float | None) -> str:
-        """Time beyond that of keeping all blocks."""
+        """The time beyond that of keeping all blocks."""
         return self.time(self.chain.plain_seconds * (time_factor - 1))
 
     def summary(self) -> tuple[str, ...]:
@@ -498,10 +498,10 @@ class ModelKind(PlanKind):
         return *self.snippets_with(as_argument(self.plan.knob)), model_file_snippet(is_jax=self.is_likely_jax)
 
     def snippets_with(self, peak: str) -> tuple[Snippet, Snippet]:
-        """The code to paste, with this code as the argument for the peak."""
+        """The code to paste; `peak` is the code of the argument for the peak."""
         return model_snippets(peak, has_optimizer=bool(self.schedule.optimizer), jax_first=self.is_likely_jax)
 
 
 def kind_of(plan: Plan) -> PlanKind:
-    """What kind of plan it is."""
+    """The kind of the plan."""
     return ModelKind(plan, plan.schedule) if isinstance(plan.schedule, Blocks) else ChainKind(plan)

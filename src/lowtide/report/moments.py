@@ -16,7 +16,7 @@ class Activity(StrEnum):
 
 
 class MemoryPart(StrEnum):
-    """A part that memory over time is stacked of, by its name in legends. Each kind of plan has parts of its own."""
+    """A part that memory over time is stacked from, by its name in legends. Each kind of plan has parts of its own."""
 
     SNAPSHOTS = "snapshots"
     TAPE = "tape"
@@ -31,7 +31,7 @@ class MemoryPart(StrEnum):
 
 
 class Moment(NamedTuple):
-    """The worst moment of a share of time: when the share begins and ends, bytes held, and what is being done."""
+    """The worst moment of a span of time: when the span begins and ends, the bytes held, and what is being done."""
 
     start: float
     stop: float
@@ -43,10 +43,10 @@ class Moment(NamedTuple):
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """Bytes of snapshots, tape, cotangent and working set."""
+        """The bytes of snapshots, tape, cotangent and working set."""
         return self.snapshots, self.tape, self.cotangent, self.working
 
     @property
     def total(self) -> int:
-        """Bytes of all of it."""
+        """The bytes of all parts."""
         return self.snapshots + self.tape + self.cotangent + self.working

@@ -1,7 +1,7 @@
 """What a notebook shows of a plan or a receipt: static HTML with pictures inside, and no script.
 
-Text has the notebook's own colour and nothing has a background, so it reads in light and dark themes alike. Nothing has
-an id: any number of them may stand in one notebook. A plan that would take long to play has no pictures.
+Text has the notebook's own colour and nothing has a background, so it is readable in light and dark themes. No element
+has an id, so a notebook may show any number of plans. A plan that would take long to play has no pictures.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lowtide.report.timeline import Run, RunKind, Timeline, played
 from lowtide.report.wording import budget_of, clean, cut
 from lowtide.sizes import format_size
 
-# A plan of more steps or more forward runs is not played here: a notebook shows a plan whenever a cell returns it.
+# A plan with more steps or more forward runs is not played here, because every cell that returns a plan shows it.
 MOST_STEPS = 200_000
 MOST_RUNS = 300_000
-_MOST_ROWS = 100  # of the table of blocks
-_MOST_BOXES = 800  # runs that are drawn one by one; more are an image
-_NEAR_LIMIT = 2  # times the peak; a limit further above would flatten the picture, and is left out
+_MOST_ROWS = 100  # rows of the table of blocks
+_MOST_BOXES = 800  # runs that are drawn one by one; more are drawn as an image
+_NEAR_LIMIT = 2  # multiple of the peak; a higher limit would flatten the picture, and is left out
 # Pixels of a picture: the margin on the left, the area, and the room for the time axis.
 _LEFT, _WIDE, _HIGH, _BELOW = 78, 560, 150, 20
 _STYLE = """<style>
@@ -59,7 +59,7 @@ def plan_html(plan: Plan) -> str:
 
 
 def receipt_html(receipt: Receipt) -> str:
-    """What a run did cost, with its memory over time where that was recorded, as one `<div>`."""
+    """The measured cost of a run, with its memory over time if that was recorded, as one `<div>`."""
     return _div(_receipt_parts(receipt))
 
 
@@ -136,7 +136,7 @@ def _boxes(timeline: Timeline, runs: tuple[Run, ...], length: int) -> str:
         drawn.append(f'<path fill="{ink.colour}" d="{lives}"/>' if lives else "")
     for kind, ink in RUN_INKS.items():
         path = "".join(box(run.step, run.start, run.stop, up, max(up, 1)) for run in runs if run.kind == kind)
-        # The outline keeps runs visible that are thinner than a pixel.
+        # The outline keeps runs that are thinner than a pixel visible.
         drawn.append(f'<path fill="{ink.colour}" stroke="{ink.colour}" stroke-width=".6" d="{path}"/>' if path else "")
     return "".join(drawn)
 
@@ -156,13 +156,13 @@ def _png(pixels: np.typing.NDArray[np.uint8]) -> str:
 
     high, wide, _ = pixels.shape
     header = struct.pack(">IIBBBBB", wide, high, 8, 6, 0, 0, 0)  # eight bits each of red, green, blue and alpha
-    lines = b"".join(b"\0" + line.tobytes() for line in pixels)  # each begins with its filter, none
+    lines = b"".join(b"\0" + line.tobytes() for line in pixels)  # each line begins with its filter type, 0 for none
     parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines, 9)) + chunk(b"IEND", b"")
     return b64encode(b"\x89PNG\r\n\x1a\n" + parts).decode("ascii")
 
 
 def _memory(kind: PlanKind, timeline: Timeline) -> Iterator[str]:
-    """What memory holds, stacked, with the budget where it is near, and the peak with its cause."""
+    """The parts of memory over time, stacked, with the budget if it is near, and the peak with its cause."""
     worst, budget, inks = timeline.worst, budget_of(kind.plan), memory_inks(kind)
     top = max(worst.total, budget if budget is not None and budget < _NEAR_LIMIT * worst.total else 0)
     across = _WIDE / timeline.seconds
@@ -189,12 +189,12 @@ def _memory(kind: PlanKind, timeline: Timeline) -> Iterator[str]:
 
 
 def _level(size: float, top: int) -> float:
-    """The y coordinate of a size."""
+    """The y coordinate of a size in bytes."""
     return float(_HIGH - size / top * (_HIGH - 8))  # room for the mark above the peak
 
 
 def _sizes(top: int) -> str:
-    """Ticks on the left."""
+    """The size ticks on the left axis."""
     return "".join(
         f'<text x="{_LEFT - 6}" y="{_level(size, top) + 4:.1f}" text-anchor="end">{escape(format_size(size))}</text>'
         f'<path class="axis" d="M{_LEFT - 4} {_level(size, top):.1f}h4"/>'

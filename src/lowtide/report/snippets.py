@@ -1,4 +1,4 @@
-"""The code to paste so that a plan is used. A plan does not know its front end, so there is a snippet for each."""
+"""The code to paste to use a plan. A plan does not know its front end, so there is a snippet for each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READING = (
 
 
 def loop_snippets(knob: Knob, *, jax_first: bool) -> tuple[Snippet, ...]:
-    """For a loop: one for each front end, the likely one first, and one that reads the plan from a file."""
+    """Snippets for a loop: one for each front end, the likely one first, and one that reads the plan from a file."""
     option = as_argument(knob)
     torch = Snippet("PyTorch", _loops("torch", "ys = torch.stack([step(x) for x in xs])", option))
     jax = Snippet("JAX", _loops("jax", "ys = jax.lax.map(step, xs)", option))
@@ -38,7 +38,7 @@ def loop_snippets(knob: Knob, *, jax_first: bool) -> tuple[Snippet, ...]:
 
 
 def _loops(front_end: str, was: str, option: str) -> str:
-    """Both loops, since a plan does not say which of them it is for: a step has a carry or it has none."""
+    """The code of both loops, with and without a carry, because a plan does not record which of them it is for."""
     scan = "" if front_end == "torch" else "# was: carry, ys = jax.lax.scan(step, init, xs)\n"
     return (
         f"import lowtide.{front_end} as lt\n\n"
@@ -51,7 +51,7 @@ def _loops(front_end: str, was: str, option: str) -> str:
 
 
 def layer_snippets(knob: Knob) -> tuple[Snippet, ...]:
-    """For a row of layers. Its one option is the budget; plans made for another are read from a file."""
+    """Snippets for a row of layers. Its only option is the budget; a plan for any other is read from a file."""
     in_file = f"{_READING}\nimport lowtide.torch as lt\n\ny = lt.sequential(layers, x, plan=plan)"
     if knob.value is not None and not knob.in_bytes:
         return (Snippet("PyTorch", in_file), Snippet("JAX", in_file.replace("lowtide.torch", "lowtide.jax")))
@@ -64,7 +64,7 @@ def layer_snippets(knob: Knob) -> tuple[Snippet, ...]:
 
 
 def model_snippets(peak: str, *, has_optimizer: bool, jax_first: bool) -> tuple[Snippet, Snippet]:
-    """For a whole model: one for each front end, the likely one first. `peak` is the code of one more argument."""
+    """Snippets for a whole model: one for each front end, the likely one first; `peak` is the code of an argument."""
     options = f"{peak}, optimizer=optimizer" if has_optimizer else peak
     torch = Snippet(
         "PyTorch",
@@ -83,13 +83,13 @@ def model_snippets(peak: str, *, has_optimizer: bool, jax_first: bool) -> tuple[
 
 
 def model_file_snippet(*, is_jax: bool) -> Snippet:
-    """For a whole model: how its plan is read from a file and applied."""
+    """The snippet for a whole model that reads its plan from a file and applies it."""
     used = "jax as lt\n\nloss = lt.apply(plan, loss)" if is_jax else "torch as lt\n\nlt.apply(plan, model)"
     return Snippet(PLAN_FILE, f"{_READING}\nimport lowtide.{used}")
 
 
 def as_argument(knob: Knob) -> str:
-    """The knob as the code of one more argument; bytes as people write them, where that is exact."""
+    """The knob as the code of one more argument; bytes as people write them, if that is exact."""
     if knob.value is None:
         return ""
     written = format_size(knob.value).replace(" ", "")

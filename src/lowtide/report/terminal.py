@@ -1,7 +1,7 @@
 """The report in a terminal, with rich: verdict, frontier, schedule, memory over time, rows, and the code to paste.
 
-It reads as well in 80 columns as in 120, without colour as with it, and in plain ASCII where the terminal can do no
-more (`Glyphs`). Names are always text: markup in them is not applied, and control characters do not reach the terminal.
+It is readable in 80 columns and in 120, with and without colour, and in plain ASCII if the terminal has nothing else
+(`Glyphs`). Names are plain text: markup in them is not applied, and control characters do not reach the terminal.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lowtide.sizes import format_size
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """One letter for each thing that is drawn."""
+    """The characters that things are drawn with."""
 
     runs: str  # in the order of RunKind
     parts: dict[MemoryPart, str]
-    memory: str  # a snapshot stored there
-    disk: str
+    memory: str  # a snapshot stored in memory
+    disk: str  # a snapshot stored on disk
     bar: str
-    levels: str  # a sparkline's, lowest first
+    levels: str  # of a sparkline, the lowest first
     here: str  # marks the plan among others
     rule: str
     more: str  # stands for what was cut off
@@ -47,16 +47,16 @@ class Glyphs:
 
 
 def _of_parts(glyphs: str) -> dict[MemoryPart, str]:
-    """One glyph for each part of memory, in the order in which these are defined."""
+    """The glyphs by part of memory, given in the order in which the parts are defined."""
     return dict(zip(MemoryPart, glyphs, strict=True))
 
 
 UNICODE = Glyphs("░▒▞▓█", _of_parts("▒█·░▓▚▪█░"), "─", "═", "━", "▁▂▃▄▅▆▇█", "▶", "─", "…", "╌")
 ASCII = Glyphs(".o/x#", _of_parts("o#.:%&,#:"), "-", "=", "=", "_.-=+*%#", ">", "-", "...", "~")
 
-# In cells of the terminal.
+# Widths in cells of the terminal.
 MARGIN = 11  # left of the pictures
-GAP = 2  # between columns
+GAP = 2  # between columns of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Layout:
         return indented.encode(self.encoding, "replace").decode(self.encoding)
 
     def text(self, text: str, style: str = "", most: int | None = None) -> Text:
-        """A line of at most `most` cells, or the page's width."""
+        """A line of at most `most` cells, by default the page's width; what does not fit is cut off."""
         made = Text(self.written(text), style, no_wrap=True, overflow="crop")
         most = self.width if most is None else most
         if made.cell_len > most:
@@ -90,7 +90,7 @@ class Layout:
         return Rule(self.text(title, "bold", self.width - 6), characters=self.glyphs.rule, align="left", style="dim")
 
     def pairs(self, lines: Iterable[tuple[str, str]]) -> Table:
-        """Labels and texts; texts wrap."""
+        """A table of labels and texts; texts wrap."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
@@ -99,18 +99,18 @@ class Layout:
         return table
 
     def names(self) -> int:
-        """Cells for a name in a table."""
+        """The cells that a name may take in a table."""
         return min(max(self.width // 3, 12), 44)
 
     def room(self, lines: Sequence[Sequence[str | Text]], titles: Sequence[str]) -> int:
-        """Cells that are left for a table's last column."""
+        """The cells that are left for a table's last column."""
         taken = sum(
             max(cell_len(title), *(cell_len(str(line[place])) for line in lines)) for place, title in enumerate(titles)
         )
         return self.width - taken - GAP * len(titles)
 
     def table(self, *titles: str) -> Table:
-        """A table without lines: the first and the last column are words, the others figures."""
+        """A table without lines: the first and the last column are text, the others numbers."""
         table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim", pad_edge=False, collapse_padding=True)
         for place, title in enumerate(titles):
             is_words = place in (0, len(titles) - 1) or title == "decision"
@@ -124,7 +124,7 @@ class Layout:
         return line.append(label).append(" ")
 
     def legend(self, entries: list[tuple[str, Ink]]) -> Iterator[Text]:
-        """What the glyphs mean, on as many lines as it takes."""
+        """The meaning of each glyph, on as many lines as it takes."""
         line = Text(" " * MARGIN)
         for glyph, ink in entries:
             entry = Text.assemble("" if line.cell_len == MARGIN else "   ", (glyph, ink.colour), f" {ink.name}")
@@ -135,17 +135,17 @@ class Layout:
         yield line
 
 
-_MOST_ROWS = 40  # of a table
-_MOST_BUDGETS = 12  # of the frontier, besides the plan's own
+_MOST_ROWS = 40  # rows of a table
+_MOST_BUDGETS = 12  # budgets of the frontier, besides the plan's own
 _SCHEDULE_LINES = 12  # the height of the schedule
-_MOST_SCHEDULE_LINES = 24  # its height where each line can be a layer
+_MOST_SCHEDULE_LINES = 24  # its height if each line can be a layer
 _MEMORY_LINES = 8  # the height of memory over time
 _LIMIT_COLOUR = "#d7191c"
 _FULL_BAR = 4.0  # a bar is full at this multiple of the plain run's time
-_LEAST_BAR = 6  # cells; where there is less room, there are no bars
-_NEAR_LIMIT = 1.5  # times the peak; a limit further above would flatten the picture, and is left out
-_LEAST_DECISION = 8  # cells; decisions are cut to no less
-_LEAST_WHY = 30  # cells; where there is less room, there are no reasons
+_LEAST_BAR = 6  # cells; no bars are drawn in less
+_NEAR_LIMIT = 1.5  # multiple of the peak; a higher limit would flatten the picture, and is left out
+_LEAST_DECISION = 8  # cells; decisions are not cut any shorter
+_LEAST_WHY = 30  # cells; reasons are left out if there are fewer
 _STEP_TITLES = ("what", "state", "tape", "again", "stored", "extra", "decision")
 _BLOCK_TITLES = ("block", "tape", "time")
 _HEADINGS = {
@@ -158,7 +158,7 @@ _HEADINGS = {
 
 
 def render(story: Story) -> RenderableType:
-    """The whole report, for `console.print`; it is laid out for the width and encoding it is printed with."""
+    """The whole report, for `console.print`, which lays it out for the console's width and encoding."""
     return _Report(story)
 
 
@@ -169,7 +169,7 @@ def show(story: Story, console: Console | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """The report, as rich asks for it."""
+    """The report as a rich renderable."""
 
     story: Story
 
@@ -193,7 +193,7 @@ class _Sections(Layout):
     """The sections of the report, each a method that takes the story."""
 
     def section(self, section: Section, story: Story) -> Iterator[RenderableType]:
-        """What is printed below a heading."""
+        """The contents of a section, which are printed below its heading."""
         drawn: dict[Section, Callable[[Story], Iterator[RenderableType]]] = {
             Section.FRONTIER: self._frontier,
             Section.SCHEDULE: self._schedule,
@@ -205,9 +205,9 @@ class _Sections(Layout):
         return drawn[section](story)
 
     def _frontier(self, story: Story) -> Iterator[Table]:
-        """A line for each of some budgets, the plan among them, then the usual tools and measurements."""
+        """A line for each of a few budgets, including the plan's, then the usual tools and measurements."""
         kind, knob = story.kind, str(story.plan.knob)
-        titles = (f"  {kind.frontier_titles[0]}", *kind.frontier_titles[1:])  # below it, two cells mark the plan
+        titles = (f"  {kind.frontier_titles[0]}", *kind.frontier_titles[1:])  # indented: two cells mark the plan
         runs = {str(view.plan.knob): view.plan.runs_per_step for view in story.views}
         named = [(self.glyphs.here if mark.name == knob else " ", mark.name, mark) for mark in _some(story)]
         named += [(" ", mark.name, mark) for mark in story.peers]
@@ -230,7 +230,7 @@ class _Sections(Layout):
         yield table
 
     def _schedule(self, story: Story) -> Iterator[Text]:
-        """Time to the right, steps upwards; each cell shows what most of its time goes to."""
+        """Time to the right, steps upwards; each cell shows the kind of run that takes most of its time."""
         chain, width = story.plan.chain, self.width - MARGIN
         height = _MOST_SCHEDULE_LINES if chain.names and chain.length <= _MOST_SCHEDULE_LINES else _SCHEDULE_LINES
         picture = cells(story.view.timeline, chain.length, width, height)
@@ -264,7 +264,7 @@ class _Sections(Layout):
         return (self.glyphs.disk, TIER_INKS[Tier.DISK].colour) if picture.disk[column, row] > 0 else (" ", "")
 
     def _memory(self, story: Story) -> Iterator[Text]:
-        """What memory holds, stacked, with the budget where it is near, the peak and its cause."""
+        """The parts of memory over time, stacked, with the budget if it is near, the peak and its cause."""
         timeline, kind, width = story.view.timeline, story.kind, self.width - MARGIN
         worst, inks = timeline.worst, memory_inks(kind)
         glyphs = [self.glyphs.parts[part] for part in kind.memory_parts]
@@ -274,7 +274,7 @@ class _Sections(Layout):
         for moment in timeline.memory:
             first = min(int(moment.start / timeline.seconds * width), width - 1)
             last = max(int(np.ceil(moment.stop / timeline.seconds * width)), first + 1)
-            fuller = held[first:last].sum(axis=1) < moment.total  # a column shows the worst of its time
+            fuller = held[first:last].sum(axis=1) < moment.total  # a column shows the worst moment of its time
             held[first:last][fuller] = kind.parts_of(moment)
         edges = held.cumsum(axis=1)
         limit = -1 if budget is None or budget > top else min(int(budget / top * _MEMORY_LINES), _MEMORY_LINES - 1)
@@ -304,7 +304,7 @@ class _Sections(Layout):
         return f"{(timeline.worst.start + timeline.worst.stop) / 2 / timeline.seconds:.0%}"
 
     def _measured(self, curve: tuple[int, ...], width: int) -> Iterator[Text]:
-        """The measured bytes as one line; a column shows the worst of its time."""
+        """The measured bytes as one line; a column shows the worst moment of its time."""
         columns = min(width, len(curve))
         starts = np.arange(columns) * len(curve) // columns
         most = np.maximum.reduceat(np.array(curve, dtype=float), starts)
@@ -359,7 +359,7 @@ class _Sections(Layout):
         yield from self._more(len(rows))
 
     def _code(self, story: Story) -> Iterator[Text]:
-        """Every snippet, below what it is for."""
+        """Every snippet, below its name."""
         for snippet in story.kind.snippets():
             yield self.text(f"# {snippet.name}", "bold")
             for line in snippet.code.splitlines():
@@ -372,12 +372,12 @@ class _Sections(Layout):
 
 
 def _colour(kind: RunKind) -> str:
-    """The colour of a run. Taped ones differ by their glyph alone: their darker inks are lost on a dark terminal."""
+    """The colour of a run. Taped runs differ only by their glyph: darker inks are hard to see on a dark terminal."""
     return RUN_INKS[RunKind(kind - kind % 2)].colour
 
 
 def _some(story: Story) -> list[Mark]:
-    """At most `_MOST_BUDGETS` of the frontier's points, spread over all of them, and the plan's own."""
+    """At most `_MOST_BUDGETS` points of the frontier, evenly spread, and the plan's own."""
     own = str(story.plan.knob)
     different: dict[tuple[int, float, bool], Mark] = {}
     for mark in story.frontier:
@@ -388,10 +388,10 @@ def _some(story: Story) -> list[Mark]:
 
 
 def _time_cells(kind: PlanKind, mark: Mark, runs: float | None) -> tuple[str, str]:
-    """What a mark costs in runs or extra time, and its time; blank where no time is known."""
+    """The cost of a mark in runs or extra time, and its time; blank if no time is known."""
     return (kind.effort(mark.time_factor, runs), times_of(mark.time_factor)) if mark.is_timed else ("", "")
 
 
 def _bar_length(factor: float, most: float) -> float:
-    """How much of a bar is filled, 0 for the plain run's time and 1 for the most, or for `_FULL_BAR` and above."""
+    """The filled share of a bar: 0 for the plain run's time, 1 for the longest time or for `_FULL_BAR` and above."""
     return min(math.log(factor) / math.log(min(most, _FULL_BAR)), 1.0) if factor > 1.0 else 0.0

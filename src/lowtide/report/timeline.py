@@ -1,8 +1,8 @@
 """A plan over time, as values to be drawn: which step runs when, which snapshots are stored then, what memory holds.
 
 A short plan is listed run by run. A long one is a raster, time columns by step rows, so that a million steps are as
-readable as a hundred. Memory over time is always a few hundred shares of time, each at its worst moment. `played` makes
-the `Timeline` of a plan, by playing it on paper and watching.
+readable as a hundred. Memory over time is always a few hundred equal spans of time, each with its worst moment.
+`played` makes the `Timeline` of a plan by playing its actions on paper.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowtide.simulate import Ledger
 
 
 class RunKind(IntEnum):
-    """What a run of a step is for. "Forward" is its first run; a taped run keeps its tape."""
+    """The kind of a step's run. "Forward" is its first run; a taped run keeps its tape."""
 
     FORWARD = 0
     FORWARD_TAPED = 1
@@ -36,7 +36,7 @@ class RunKind(IntEnum):
 
 
 class Run(NamedTuple):
-    """One run of one step, in seconds from the beginning."""
+    """One run of one step; times are in seconds from the beginning."""
 
     kind: RunKind
     step: int
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The life of one snapshot."""
+    """The time during which one snapshot is stored."""
 
     step: int
     tier: Tier
@@ -74,10 +74,10 @@ class Tally:
     """What a plan does with each step.
 
     Attributes:
-        again: plain runs of each step, which are its runs beyond the taping one.
-        stored: whether its state is ever stored.
-        forms: which entry of its menu it is taped in.
-        stretches: what is taped in one go, [start, stop) in the order of the chain; empty if there are too many.
+        again: the number of plain runs of each step, which are those beyond the one that keeps its tape.
+        stored: whether the step's state is ever stored.
+        forms: the entry of its menu that the step is taped in.
+        stretches: ranges [start, stop) that are taped together, in the order of the chain; empty if there are too many.
     """
 
     again: NDArray[np.int64]
@@ -88,11 +88,13 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A plan as it will be played: with `runs` and `stored` if it is short, and with `raster` if it is long.
+    """A plan over time: with `runs` and `stored` if it is short, and with `raster` if it is long.
 
     Attributes:
-        seconds: of the whole, by the chain's own costs; where these are 0, a forward counts 1 and a backward 2.
+        seconds: the time of the whole plan, by the chain's costs; if these are 0, a forward counts 1 and a backward 2.
+        memory: the worst moment of each span of time, in order.
         worst: the moment at which memory peaks.
+        tally: what the plan does with each step.
     """
 
     seconds: float
@@ -104,11 +106,11 @@ class Timeline:
     tally: Tally
 
 
-MOST_RUNS = 4_000  # listed one by one; a plan of more is a raster
-RASTER_COLUMNS, RASTER_ROWS = 300, 100  # of time, and of steps
-TIME_SHARES = 400  # of the whole time, each of which has one moment of memory
-LEAST_SECONDS = 1e-200  # of the whole; less counts as no time, because dividing by it overflows
-MOST_STRETCHES = 60  # listed one by one
+MOST_RUNS = 4_000  # runs that are listed one by one; a plan with more is a raster
+RASTER_COLUMNS, RASTER_ROWS = 300, 100  # columns of time, rows of steps
+TIME_SHARES = 400  # equal spans of the whole time, each with one moment of memory
+LEAST_SECONDS = 1e-200  # a whole plan that takes less counts as taking no time, because dividing by it overflows
+MOST_STRETCHES = 60  # stretches that are listed one by one
 
 _Told = Callable[[Activity, int, int], str]  # what is being done with the steps [start, stop), in words
 
@@ -125,7 +127,7 @@ _NOTHING_YET = _Doing(Activity.RUNNING, 0, 0)
 
 
 def played(plan: Plan) -> Timeline:
-    """Play the plan, which `lowtide.simulate` judges on the way."""
+    """The timeline of a plan: its actions are played by `lowtide.simulate`, which also checks that they are legal."""
     bill = plan.bill
     is_short = bill.plain_runs + bill.taping_runs + bill.backward_runs <= MOST_RUNS
     clock = _Clock(plan)
@@ -145,7 +147,7 @@ def played(plan: Plan) -> Timeline:
 
 
 class _Clock:
-    """Seconds of every run, and of the whole."""
+    """The seconds of every run, and of the whole plan."""
 
     def __init__(self, plan: Plan) -> None:
         bill = plan.bill
@@ -165,7 +167,7 @@ class _Clock:
         return sum(chain[k].backward + chain[k].menu[option].extra for k in range(start, stop))
 
     def steps_in(self, seconds: float, kind: type[Action]) -> int:
-        """How many steps last at most `seconds` in one action, at least one; unequal steps go one by one."""
+        """How many steps of an action take at most `seconds`, at least one; always one if steps are unequal."""
         each = self.backward(0, 1, 0) if kind is Backward else self.forward(0, 1)
         if not self.chain.is_equal:
             return 1
@@ -179,7 +181,7 @@ class _Clock:
 
 
 def _pieces(action: Advance | Tape | Backward, most: int) -> Iterator[Action]:
-    """The action, cut into pieces of at most `most` steps."""
+    """The action in pieces of at most `most` steps, in the order in which it runs them."""
     start, stop = action.start, action.stop
     if isinstance(action, Backward):
         for end in range(stop, start, -most):
@@ -190,18 +192,18 @@ def _pieces(action: Advance | Tape | Backward, most: int) -> Iterator[Action]:
 
 
 class _Memory:
-    """The worst moment of each share of time, and of all."""
+    """Finds the worst moment of each span of time, and of the whole plan."""
 
     def __init__(self, total: float) -> None:
         self._share = total / TIME_SHARES
-        self._most = [-1] * TIME_SHARES  # bytes; -1 until something begins in the share
+        self._most = [-1] * TIME_SHARES  # bytes; -1 until something is held in the span
         self._parts = [(0, 0, 0, 0)] * TIME_SHARES
         self._doing = [_NOTHING_YET] * TIME_SHARES
         self._peak = -1
         self._worst = (0, (0, 0, 0, 0), _NOTHING_YET)
 
     def see(self, start: float, stop: float, parts: tuple[int, int, int, int], doing: _Doing) -> None:
-        """Note that `parts` are held from `start` to `stop`."""
+        """Note that these bytes are held from `start` to `stop`."""
         total = sum(parts)
         first = min(int(start / self._share), TIME_SHARES - 1)
         last = max(first, min(ceil(stop / self._share) - 1, TIME_SHARES - 1))
@@ -214,11 +216,11 @@ class _Memory:
                 self._parts[share], self._doing[share] = parts, doing
 
     def moments(self, told: _Told) -> tuple[tuple[Moment, ...], Moment]:
-        """All shares of time, neighbours that hold the same joined, and the worst moment."""
+        """The moments of all spans of time, equal neighbours joined, and the worst moment."""
         found: list[Moment] = []
         for share in range(TIME_SHARES):
             moment = self._moment(share, self._parts[share], self._doing[share], told)
-            if found and (self._most[share] < 0 or found[-1][2:] == moment[2:]):  # nothing began in it: as before
+            if found and (self._most[share] < 0 or found[-1][2:] == moment[2:]):  # nothing new in this span
                 found[-1] = found[-1]._replace(stop=moment.stop)
             else:
                 found.append(moment)
@@ -232,7 +234,8 @@ class _RunCounts:
     """Gathers a `Tally`, one action at a time."""
 
     def __init__(self, length: int) -> None:
-        self._edges = [0] * (length + 1)  # where runs begin, less where they end
+        # By step, runs that begin there minus runs that end there: the cumulative sum is the number of runs.
+        self._edges = [0] * (length + 1)
         self.stored = np.zeros(length, dtype=np.bool_)
         self._forms = np.zeros(length, dtype=np.int64)
         self._stretches: list[tuple[int, int]] = []
@@ -256,12 +259,12 @@ class _RunCounts:
 
 
 class _Player(ABC):
-    """Watches a ledger and keeps the time; its subclasses decide what is noted of runs and snapshots."""
+    """Observes a ledger and keeps the time; subclasses decide how runs and snapshots are recorded."""
 
     def __init__(self, chain: Chain, clock: _Clock, told: _Told) -> None:
         self._clock, self._told = clock, told
         self._now = self._began = 0.0
-        self._reached = 0  # steps below it have run before
+        self._reached = 0  # the steps below this one have run already
         self._memory = _Memory(clock.total)
         self._doing = _NOTHING_YET
         self._counts = _RunCounts(len(chain))
@@ -300,29 +303,29 @@ class _Player(ABC):
         self._began, self._doing = self._now, _Doing(activity, start, stop)
 
     def _forward(self, start: int, stop: int, first: RunKind, again: RunKind) -> None:
-        # Runs follow the chain, so one that starts at or after all that ran before is a first run.
+        # Runs follow the chain, so a run that starts at or above every step that has run is a first run.
         self._run(first if start >= self._reached else again, start, stop)
         self._reached = max(self._reached, stop)
 
     @abstractmethod
     def timeline(self) -> Timeline:
-        """What was seen."""
+        """The timeline of what was observed."""
 
     @abstractmethod
     def _run(self, kind: RunKind, start: int, stop: int) -> None:
-        """Steps [start, stop) ran from `_began` until `_now`."""
+        """Record that steps [start, stop) ran from `_began` until `_now`."""
 
     @abstractmethod
     def stored(self, step: int, tier: Tier) -> None:
-        """A state was stored."""
+        """Record that a state was stored."""
 
     @abstractmethod
     def dropped(self, step: int, tier: Tier) -> None:
-        """A stored state was dropped."""
+        """Record that a stored state was dropped."""
 
 
 class _RunByRun(_Player):
-    """Every run of a step, and every snapshot's life."""
+    """Records every run of a step, and how long every snapshot is stored."""
 
     def __init__(self, chain: Chain, clock: _Clock, told: _Told) -> None:
         super().__init__(chain, clock, told)
@@ -358,7 +361,7 @@ def _birth(stored: Stored) -> tuple[float, int]:
 
 
 class _Aggregated(_Player):
-    """Shares of time by column and row, and stored states by row at the end of each column."""
+    """Sums up the time of runs by column and row, and counts stored states by row at the end of each column."""
 
     def __init__(self, chain: Chain, clock: _Clock, told: _Told) -> None:
         super().__init__(chain, clock, told)
@@ -406,6 +409,6 @@ class _Aggregated(_Player):
         return ((step + 1) * self._rows - 1) // self._length
 
     def _close_columns(self, count: int) -> None:
-        """What is stored now was stored when the columns before `count` ended."""
+        """Record the states stored now for all columns before `count` that have not been recorded yet."""
         for tier, columns in self._columns.items():
             columns += [list(self._live[tier])] * (min(count, RASTER_COLUMNS) - len(columns))

@@ -15,14 +15,14 @@ from lowtide.planners.blocks import Blocks
 from lowtide.planners.revolve import Revolve
 from lowtide.planners.sweep import Base, Sweep
 
-PEER_SNAPSHOTS = 10  # of the binomial schedule that is drawn
+PEER_SNAPSHOTS = 10  # snapshots of the binomial schedule that is drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point beside the frontier: bytes at the worst moment, and time as a multiple of the plain run's.
+    """A point beside the frontier: peak memory in bytes, and time as a multiple of the plain run's.
 
-    Where no time is known, `is_timed` is False: the point is drawn at `time_factor`, and no time is written.
+    If no time is known, `is_timed` is False: the point is drawn at `time_factor`, but no time is written.
     """
 
     name: str
@@ -39,17 +39,17 @@ class Mark:
 
 
 def peers(chain: Chain) -> tuple[Mark, ...]:
-    """The plain run first, then what people do without a planner."""
+    """Points for a loop or layers: the plain run first, then what people do without a planner."""
     if chain.ways is not None:
         chain = chain.taped(chain.ways.several)
     marks: dict[tuple[int, float], Mark] = {}
     for mark in _choices(chain):
-        marks.setdefault((mark.peak, mark.time_factor), mark)  # on short chains several are the same
+        marks.setdefault((mark.peak, mark.time_factor), mark)  # on short chains, several tools do the same
     return tuple(marks.values())
 
 
 def block_peers(chain: Chain) -> tuple[Mark, ...]:
-    """The same for a whole model: all blocks kept, and every block run again that can be."""
+    """Points for a whole model: all blocks kept, and every block rerun that can be."""
     blocks = set(chain.blocks())
     forms = [[entry.form for entry in chain[k].menu] if k in blocks else [] for k in range(len(chain))]
     again = tuple(menu.index(RERUN) if RERUN in menu else 0 for menu in forms)
@@ -64,7 +64,7 @@ def _mark(chain: Chain, name: str, schedule: Schedule, note: str) -> Mark:
 
 
 def _all_again(chain: Chain, name: str, schedule: Base | Sweep, last: int, note: str) -> Mark:
-    """The same for tools that run the last stretch, of `last` steps, again like the others instead of taping it."""
+    """The mark of a tool that reruns even the last segment, of `last` steps, where a plan keeps its tape at once."""
     mark, whole = _mark(chain, name, schedule, note), chain.plain_seconds
     again = chain.forward_seconds(len(chain) - last, len(chain))
     return replace(mark, time_factor=mark.time_factor + (again / whole if whole else 0.0))
@@ -86,7 +86,7 @@ def _choices(chain: Chain) -> Iterator[Mark]:
         return
     note = "torch.utils.checkpoint around each layer"
     yield _all_again(chain, "checkpoint on every layer", Sweep((1,) * length), 1, note)
-    counts = range(2, length, max(1, length // 50))  # about 50 of them
+    counts = range(2, length, max(1, length // 50))  # about 50 different counts
     cuts = {segments: equal_count(length, segments) for segments in {*counts, root} if segments < length}
     note = "torch.utils.checkpoint.checkpoint_sequential"
     cut = {segments: _mark(chain, f"{segments} segments by count", cuts[segments], note) for segments in cuts}
@@ -95,6 +95,6 @@ def _choices(chain: Chain) -> Iterator[Mark]:
 
 
 def equal_count(layers: int, segments: int) -> Sweep:
-    """Segments cut by number of layers, the last taking what is left over, as checkpoint_sequential cuts them."""
+    """Segments with equal numbers of layers, the rest in the last one, as torch's checkpoint_sequential cuts them."""
     size = layers // segments
     return Sweep((size,) * (segments - 1) + (layers - size * (segments - 1),))

@@ -1,4 +1,4 @@
-"""The words that every form of a report prints: numbers for people, and names from elsewhere made fit to print."""
+"""Text that every form of a report prints: numbers for people, and names from elsewhere, made safe to print."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ def clean(text: str) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """The text in at most `most` characters, with dots where the rest was left out."""
+    """The text in at most `most` characters, with three dots in place of what was cut off."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def figure_of(number: float) -> str:
-    """A number to four digits, and never in powers of ten."""
+    """A number to about four digits, never in exponent notation."""
     return f"{number:,.4g}" if number < 1_000 else f"{number:,.0f}"
 
 
 def times_of(factor: float) -> str:
-    """A multiple of the plain run's time."""
+    """A multiple of the plain run's time, as text."""
     return f"{factor:.3f}x" if factor < 100 else f"{factor:,.0f}x"
 
 
 def share_of(part: float, whole: float) -> str:
-    """A share to three digits, however small."""
+    """A percentage to three significant digits, however small."""
     return f"{figure_of(float(f'{100 * part / whole:.3g}'))}%"
 
 
 def size_at_least(size: int) -> str:
-    """The size in four digits, rounded up, so that whoever asks for what is written has enough."""
+    """The size in four digits, rounded up, so that a budget of the written size is enough."""
     written = format_size(size)
     if parse_size(written) >= size:
         return written
@@ -45,10 +45,10 @@ def size_at_least(size: int) -> str:
 
 
 def measured_name(mark: Mark) -> str:
-    """The name of a measured point, which says that it was measured."""
+    """The name of a measured point, with the word "measured" in it."""
     return mark.name if mark.name == "measured" else f"{mark.name}, measured"
 
 
 def budget_of(plan: Plan) -> int | None:
-    """The budget or the peak asked for in bytes; None if the plan was made for something else."""
+    """The budget or peak that the plan was made for, in bytes; None if it was made for another option."""
     return plan.knob.value if plan.knob.in_bytes else None

@@ -1,4 +1,4 @@
-"""Find what `module:name` or `path/to/file.py:name` names, and show what goes wrong in the code that is found."""
+"""Finds what `module:name` or `path/to/file.py:name` names, and reports errors in the code that is found."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _USAGE = "give module:name or path/to/file.py:name, for example mymodule:make"
 
 @contextmanager
 def importable(target: str) -> Iterator[None]:
-    """Inside, modules beside a target can be imported: functions may import when they are called."""
+    """Inside, modules in the target's folder can be imported, also by functions when they are called."""
     where, _, _ = target.rpartition(":")
     folders = [str(Path.cwd()), *([str(Path(where).resolve().parent)] if where.endswith(".py") else [])]
     path, before = sys.path, list(sys.path)
@@ -30,13 +30,13 @@ def importable(target: str) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path = path  # whatever the target did with it
+        sys.path = path  # the target may have replaced the list
         path[:] = before
 
 
 @contextmanager
 def showing(what: str) -> Iterator[None]:
-    """Turn exceptions of the user's own code into an `InputError` that says where; Lowtide's own pass unchanged."""
+    """Turn exceptions of the user's code into an `InputError` that names the line; Lowtide's own pass unchanged."""
     try:
         yield
     except LowtideError:
@@ -46,7 +46,7 @@ def showing(what: str) -> Iterator[None]:
 
 
 def find(target: str) -> Any:
-    """What `target` names."""
+    """The object that `target` names."""
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise InputError(f"{target!r} does not say what to plan; {_USAGE}")
@@ -55,7 +55,7 @@ def find(target: str) -> Any:
     found: Any = module
     holder = where
     for part in name.split("."):
-        with showing(f"reading {part!r} of {holder}"):  # a property may do anything
+        with showing(f"reading {part!r} of {holder}"):  # a property may raise anything
             try:
                 found = getattr(found, part)
             except AttributeError as error:
@@ -69,7 +69,7 @@ def _module(where: str) -> ModuleType:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{where}.".startswith(f"{error.name}."):
-            raise  # it was found, and imports another one that was not
+            raise  # the module was found, but it imports another one that was not
         raise InputError(
             f"there is no module {where!r} in {Path.cwd()}, nor on Python's path; go to the folder that holds it, "
             f"or give its file: path/to/{where.rpartition('.')[2]}.py:name"
@@ -79,12 +79,12 @@ def _module(where: str) -> ModuleType:
 def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise InputError(f"there is no file {path} in {Path.cwd()}; {_USAGE}")
-    name = f"_target_{path.stem}"  # a name that nothing imports, or `torch.py` would stand in torch's place
+    name = f"_target_{path.stem}"  # a name that nothing imports, or a file `torch.py` would replace torch
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # a .py file has a loader
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up in it
+    sys.modules[name] = module  # where dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -94,15 +94,15 @@ def _others(holder: Any, name: str) -> str:
     near = difflib.get_close_matches(name, names)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    held = getattr(holder, "__dict__", {})  # looked up, not asked for: a property may do anything
+    held = getattr(holder, "__dict__", {})  # not by getattr, which would run properties
     own = sorted(each for each in names if not isinstance(held.get(each), ModuleType))
     return f"it has {', '.join(own[:12])}{', ...' if len(own) > 12 else ''}" if own else "it has no names at all"
 
 
 def _described(error: BaseException) -> str:
-    """Type, message and line of an exception; the line is the last one outside of libraries."""
+    """Type, message and line of an exception; the line is the last one outside libraries."""
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if isinstance(error, SyntaxError):  # says itself where
+    if isinstance(error, SyntaxError):  # its message names the line already
         return said
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if not _of_a_library(frame.filename)), frames[-1])

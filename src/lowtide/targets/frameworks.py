@@ -1,4 +1,4 @@
-"""Which framework values belong to, without importing any: by their types, and by what functions refer to."""
+"""Recognises the framework of values without importing any: by their types, and by what functions refer to."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "equinox": "jax"
 
 
 class FrontEnd(Protocol):
-    """What is asked of Lowtide's part for a framework."""
+    """What planning a target needs from one of Lowtide's front ends."""
 
-    Steps: Any  # in torch alone
+    Steps: Any  # only in torch's
 
     def plan_scan(self, *args: Any, **options: Any) -> Plan:
         """The plan of a step with a carry."""
@@ -33,10 +33,10 @@ class FrontEnd(Protocol):
 
 
 def front_end(values: Any, framework: str | None, what: str) -> tuple[str, FrontEnd]:
-    """The name of the framework that the values belong to, or of the one that is asked for, and Lowtide's part for it.
+    """The name of the framework that is asked for, or else that of the values, and Lowtide's front end for it.
 
     Raises:
-        InputError: none or both are found, or the one that is asked for is not there.
+        InputError: the values belong to none or to both, or the framework is unknown or not installed.
     """
     name = framework if framework is not None else _recognised(values, what)
     if name not in FRAMEWORKS:
@@ -48,7 +48,7 @@ def front_end(values: Any, framework: str | None, what: str) -> tuple[str, Front
 
 
 def _recognised(values: Any, what: str) -> str:
-    # Where the values themselves do not tell, what has been imported on their behalf does.
+    # If the values themselves do not decide it, the frameworks that importing them has loaded do.
     found = set(_found(values, set())) or {name for name in FRAMEWORKS if name in sys.modules}
     if len(found) != 1:
         said = "both torch and jax" if found else "neither torch nor jax"
@@ -77,7 +77,7 @@ def _of_name(name: str) -> Iterator[str]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What a value holds, or a function refers to."""
+    """The values that a value holds, or that a function refers to."""
     if isinstance(value, list | tuple):
         yield from value
     elif isinstance(value, Mapping):
@@ -89,7 +89,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, FunctionType):
         names = set(_names(value.__code__))
         yield from (held for name, held in value.__globals__.items() if name in names)
-        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())  # nothing is in some
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())  # without empty cells
     elif hasattr(value, "__dict__"):
         yield from vars(value).values()
 

@@ -1,4 +1,4 @@
-"""Inputs that are described by dtype and shape, "float32[64,80]", and values to plan with."""
+"""Inputs described by dtype and shape, "float32[64,80]", and values of such inputs to plan with."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class InputForm:
 
     @classmethod
     def read(cls, text: str) -> InputForm:
-        """The form that is written "float32[64,80]", and "float32[]" for a single number."""
+        """The form of a text such as "float32[64,80]", or "float32[]" for a single number."""
         match = _FORM.fullmatch(text)
         if match is None:
             raise InputError(f"--input {text!r} is no dtype[shape]; write it like 'float32[64,80]' or 'int64[32]'")
         try:
             shape = tuple(int(size) for size in match[2].split(",")) if match[2] else ()
-        except ValueError as error:  # thousands of digits
+        except ValueError as error:  # Python refuses to parse thousands of digits
             raise InputError(f"--input {match[1]}: a size of that many digits is none; {error}") from error
         if 0 in shape:
             raise InputError(f"--input {text!r} has no numbers in it; give sizes of at least 1")
@@ -40,7 +40,7 @@ class InputForm:
 
 
 def torch_tensors(forms: Sequence[InputForm]) -> list[Any]:
-    """Tensors of normal numbers from a fixed seed, or of zeros where the dtype has whole numbers alone."""
+    """Tensors of these forms: normally distributed from a fixed seed, or zeros for integers and bools."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -51,7 +51,7 @@ def torch_tensors(forms: Sequence[InputForm]) -> list[Any]:
             raise _unknown(form, "torch", "float32, bfloat16, int64, bool")
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of dtypes that are on their way out
+                warnings.simplefilter("ignore")  # about deprecated dtypes
                 if dtype.is_floating_point or dtype.is_complex:
                     made.append(torch.randn(form.shape, generator=generator).to(dtype))
                 else:
@@ -65,7 +65,7 @@ def torch_tensors(forms: Sequence[InputForm]) -> list[Any]:
 
 
 def jax_types(forms: Sequence[InputForm], steps: int | None) -> list[Any]:
-    """Types without values, which is all that planning needs in JAX; `steps`, if given, is their first axis."""
+    """Shapes and dtypes without values, which suffice for planning in JAX; `steps`, if given, is the first axis."""
     import jax
     from jax import dtypes
     from jax import numpy as jnp

@@ -1,4 +1,4 @@
-"""Plan what a target names: a loop, layers, a step, or what has been planned already."""
+"""Plans what a target names: a loop, layers, a step, a chain, or what has been planned already."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def plan_target(
         budget: bytes for snapshots, tape and working set: "64MiB", or "25%" of all tapes.
         checkpoints: the most snapshots at once, beside one step of tape.
         base: the number of steps from one snapshot to the next.
-        disk: a second place for a chain's snapshots.
-        inputs: what a step or the first layer is called with, each as "float32[64,80]".
-        steps: how many steps a loop has, where its inputs do not say.
-        framework: "torch" or "jax"; found out if left out.
+        disk: a second tier for a chain's snapshots.
+        inputs: the inputs of a step or of the first layer, each as "float32[64,80]".
+        steps: the number of steps of a loop, if its inputs do not determine it.
+        framework: "torch" or "jax"; recognised by the values if left out.
 
     Raises:
-        InputError: nothing that can be planned is there; the message says what was found and what is accepted.
+        InputError: the target is nothing that can be planned; the message says what was found and what is accepted.
         BudgetError: no plan fits the budget.
     """
     forms = [InputForm.read(text) for text in inputs]
-    Knobs(base, checkpoints, budget, None)  # two of them are refused before anything is imported
+    Knobs(base, checkpoints, budget, None)  # refuses two options at once, before anything is imported
     given = {"budget": budget, "checkpoints": checkpoints, "base": base}
     knob = {name: value for name, value in given.items() if value is not None}
     with importable(target):
@@ -76,7 +76,7 @@ class _Request:
     framework: str | None
 
     def plan(self, value: Any) -> Plan:
-        """The plan of a value that was found or made."""
+        """The plan of a value that was found, or that a function returned."""
         if isinstance(value, Plan | Chain):
             return self._on_paper(value)
         if self.disk is not None:
@@ -88,7 +88,7 @@ class _Request:
             return self._from_forms(value)
         if isinstance(value, tuple) and len(value) in (2, 3):
             return self._from_tuple(value)
-        if self.steps is not None and callable(value):  # a module whose steps get nothing
+        if self.steps is not None and callable(value):  # a step without inputs
             _, lt = self._front_end(value)
             return lt.plan_for_loop(value, length=self.steps, **self.knob)
         raise self._refusal(value)
@@ -110,7 +110,7 @@ class _Request:
                     "Leave out --steps to plan layers"
                 )
             name, lt = self._front_end(value)
-            if name == "torch":  # one item for all steps, so that a million steps allocate nothing
+            if name == "torch":  # one tensor for all steps, so that a million steps allocate no more
                 xs = [lt.Steps(functools.partial(_same, x), self.steps) for x in torch_tensors(self.forms)]
             else:
                 xs = jax_types(self.forms, self.steps)
@@ -148,12 +148,12 @@ class _Request:
 
 
 def _same(item: Any, _: int) -> Any:
-    """The input of any step, which is the same for all of them."""
+    """The input of any step: the same item for all of them."""
     return item
 
 
 def _makes(found: Any, target: str, inputs: int) -> bool:
-    """Whether it makes what is to be planned when it is called without arguments, and is not itself to be planned."""
+    """Whether `found` is to be called without arguments, and its result planned, rather than to be planned itself."""
     if not (inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, functools.partial)):
         return False
     if inputs and not inspect.isclass(found) and _takes(found, inputs):
@@ -180,7 +180,7 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """What a function takes; None for a builtin that does not say."""
+    """The signature of a function; None for a builtin that has none."""
     try:
         return inspect.signature(function)
     except ValueError:
@@ -188,14 +188,14 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _named(value: Any) -> str:
-    """A value in a few words: its type, and its parts if it is a tuple."""
+    """A value in a few words: its type, and the types of its parts if it is a tuple."""
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}: ({', '.join(type(part).__name__ for part in value)})"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _rows_of_layers(value: Any) -> str:
-    """Where a module holds rows of layers."""
+    """The names of a module's rows of layers, as the end of an error message."""
     children = dict(value.named_children()) if hasattr(value, "named_children") else {}
     rows = [f".{name}" for name, child in children.items() if isinstance(child, Iterable)]
     return f", such as its {' or '.join(rows)}" if rows else ""

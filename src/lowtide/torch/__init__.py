@@ -1,4 +1,4 @@
-"""Lowtide for PyTorch: loops whose backward fits the memory you have.
+"""Lowtide for PyTorch: activation checkpointing of functions, loops, layers and models, within a memory budget.
 
 import lowtide.torch as lt
 ys = lt.checkpointed_for_loop(net, xs, budget="64MiB")

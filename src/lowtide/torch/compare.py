@@ -1,4 +1,4 @@
-"""Compares gradients with Lowtide and without it: whether they are the same, and what both runs cost."""
+"""Compares gradients with and without Lowtide: whether they are the same, and what both runs cost."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from lowtide.torch.state.trees import leaves_of
 
 
 def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:
-    """Run `fn(*args, **kwargs)` and its backward twice: with Lowtide's loops as plain loops, and as they are.
+    """Run `fn(*args, **kwargs)` and its backward twice, first with Lowtide's functions run plainly, and compare.
 
-    `fn` returns a loss, or anything with tensors in it, which are summed. Gradients are compared for every tensor that
-    requires one and that the result depends on. Random generators and the state of modules are restored after each run.
+    `fn` returns a loss, or anything that contains tensors, which are summed. Gradients are compared for every tensor
+    that requires one and that the result depends on. Random generators and the state of modules are restored after each
+    run.
     """
     modules = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, nn.Module)]
     hidden, random = Hidden((fn, *modules)), Randomness(())
@@ -55,7 +56,7 @@ def compare_gradients(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Comp
 
 
 def _matched(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[tuple[int | None, int | None]]:
-    """Pairs of places of the same tensor in both lists; tensors that each run makes itself are matched in order."""
+    """Pairs of indices of the same tensor in both lists; tensors that each run makes itself are matched in order."""
     places = {id(leaf): k for k, leaf in enumerate(other)}
     pairs: list[tuple[int | None, int | None]] = [(k, places.get(id(leaf))) for k, leaf in enumerate(one)]
     taken = {place for _, place in pairs}
@@ -78,7 +79,7 @@ def _loss(result: Any) -> torch.Tensor:
 
 
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Every leaf that the loss depends on."""
+    """The leaves of the graph that the loss depends on."""
     seen: set[Node] = set()
     stack: list[Node | None] = [edge_of(loss).node]
     leaves: dict[int, torch.Tensor] = {}
@@ -96,7 +97,7 @@ def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
 
 def _compared(name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> Compared:
     if one is None or other is None:
-        # No gradient and a gradient of zeros are the same to an optimiser.
+        # No gradient and a gradient of zeros count as the same.
         present = one if one is not None else other
         difference = 0.0 if present is None else float(present.detach().abs().max())
         return Compared(name, difference == 0.0, difference, share_of(difference, 0.0))

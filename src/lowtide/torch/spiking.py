@@ -54,7 +54,7 @@ class Surrogate(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The spikes."""
+        """The spikes: 1 where x >= 0, else 0."""
         spikes: torch.Tensor = _Spike.apply(x, self)  # type: ignore[no-untyped-call]  # torch's own
         return spikes
 
@@ -68,7 +68,7 @@ class ReluGrad(Surrogate):
         self.width = width
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
-        """The derivative that takes the place of the spike's."""
+        """The surrogate derivative at x."""
         return torch.clamp(self.alpha * self.width - x.abs() * self.alpha, min=0)
 
 
@@ -80,7 +80,7 @@ class Sigmoid(Surrogate):
         self.alpha = alpha
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
-        """The derivative that takes the place of the spike's."""
+        """The surrogate derivative at x."""
         s = torch.sigmoid(self.alpha * x)
         return self.alpha * s * (1 - s)
 
@@ -93,7 +93,7 @@ class ATan(Surrogate):
         self.alpha = alpha
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
-        """The derivative that takes the place of the spike's."""
+        """The surrogate derivative at x."""
         return self.alpha / 2 / (1 + (math.pi / 2 * self.alpha * x) ** 2)
 
 
@@ -105,7 +105,7 @@ class Triangle(Surrogate):
         self.width = width
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
-        """The derivative that takes the place of the spike's."""
+        """The surrogate derivative at x."""
         return torch.clamp(1 - x.abs() / self.width, min=0) / self.width
 
 
@@ -117,7 +117,7 @@ class SuperSpike(Surrogate):
         self.beta = beta
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
-        """The derivative that takes the place of the spike's."""
+        """The surrogate derivative at x."""
         return 1 / (1 + self.beta * x.abs()) ** 2
 
 

@@ -1,9 +1,9 @@
 """The report as one self-contained HTML file: the assets in this folder, filled in with a story as compressed JSON.
 
-In comes a `Story`, out goes a page that loads nothing from anywhere. `data` makes what the scripts read, `model.py` the
-part of it that only a whole model has; there is a script for each panel. Numbers that are read, not drawn, are put in
-words here, so that the page says what the rest of the library says. It may import the rest of the report, but no other
-medium.
+In: a `Story`. Out: a page that loads nothing from anywhere. `data` returns what the scripts read, and `model.py` the
+part of it that only a whole model has; there is a script for each panel. Numbers that are read rather than drawn are
+formatted here, so that the page writes them like the rest of the library. It may import the rest of the report, but no
+other medium.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lowtide.report.wording import budget_of
 from lowtide.sizes import format_size
 from lowtide.version import __version__
 
-TIME_TICKS = 100_000  # the whole time in ticks; times in the data are whole ticks, which are short to write
+TIME_TICKS = 100_000  # of the whole time; times in the data are whole numbers of ticks, which take few digits
 _SCRIPTS = ("tools.js", "verdict.js", "frontier.js", "schedule.js", "memory.js", "table.js", "model.js", "main.js")
 _PACKAGES = ("torch", "jax", "brainstate", "numpy")
 
@@ -70,12 +70,12 @@ def write(
     """Write the report page of a plan, and of a run of it, to `path`; it opens offline in any browser.
 
     Args:
-        plan: what the page is about.
-        receipt: what a run cost: a `Receipt`, or what `record()` returned; may be left out, `write(plan, "plan.html")`.
+        plan: the plan that the page is about.
+        receipt: a run's `Receipt`, or what `record()` returned; may be left out, `write(plan, "plan.html")`.
         path: the file to write; "plan.html" if left out.
         measured: more measured points for the frontier, `Mark("torch's checkpoint", peak=..., time_factor=...)`.
-        points: how many budgets the slider has, besides the plan's own; each is planned and played on paper.
-        progress: called with how many plans are done and of how many.
+        points: the number of budgets on the slider, besides the plan's own; each is planned and played on paper.
+        progress: called with the number of finished plans and their total.
 
     Returns:
         The path of the page.
@@ -95,7 +95,7 @@ def write(
 
 
 def page(story: Story) -> str:
-    """The page as text."""
+    """The page as HTML text."""
     packed = base64.b64encode(zlib.compress(json.dumps(data(story), allow_nan=False).encode(), 9)).decode()
     assets = files(__name__)
     parts = {
@@ -111,7 +111,7 @@ def page(story: Story) -> str:
 
 
 def data(story: Story) -> dict[str, Any]:
-    """What the page's scripts read."""
+    """The data that the page's scripts read."""
     plan, chain = story.plan, story.plan.chain
     shared = {
         "title": story.kind.title,
@@ -141,7 +141,7 @@ def data(story: Story) -> dict[str, Any]:
 
 @singledispatch
 def _of_kind(_: PlanKind, story: Story) -> dict[str, Any]:
-    """The data that differs by kind: for a loop or layers, every view as it was played."""
+    """The data that differs by kind of plan: for a loop or layers, every view with its timeline."""
     return {
         "chosen": story.chosen,
         "columns": [column._asdict() for column in _COLUMNS],
@@ -210,7 +210,7 @@ def _view(view: View, *, own: bool) -> dict[str, Any]:
             "disk": format_size(bill.peak_disk),
         },
         "lines": list(plan.lines()),
-        # The file has the plan itself, and no plan for another budget.
+        # A plan file has only the plan itself, so views for other budgets have no such snippet.
         "code": [snippet for snippet in kind_of(plan).snippets() if own or snippet.name != PLAN_FILE],
         "timeline": _timeline(view.timeline),
         "rows": [_cells(row, plan) for row in view.rows],
@@ -259,7 +259,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 
 
 def _ticks(timeline: Timeline, spans: Iterable[Run | Stored | Moment]) -> dict[str, list[int]]:
-    """When each begins and ends, in whole ticks of the time axis."""
+    """When each span begins and ends, in whole ticks of the time axis."""
     rate, both = TIME_TICKS / timeline.seconds, [(span.start, span.stop) for span in spans]
     return {"start": [round(start * rate) for start, _ in both], "stop": [round(stop * rate) for _, stop in both]}
 

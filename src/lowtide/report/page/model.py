@@ -1,6 +1,6 @@
-"""What the page needs to show a whole model at every choice of its frontier: its menus once, and each choice.
+"""The page's data for a whole model at every choice of its frontier: its menus once, and each choice.
 
-A frontier may have thousands of choices, so `model.js` makes their tables and pictures when they are shown.
+A frontier may have thousands of choices, so `model.js` makes a choice's table and picture only when it is shown.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lowtide.report.wording import size_at_least
 
 
 class Column(NamedTuple):
-    """A column of a table: its names in the scripts and on the page, and what it holds: text, number, bytes or time."""
+    """A column of a table: its name in the scripts, its label on the page, and its kind (text, number, bytes, time)."""
 
     key: str
     label: str
     kind: str
 
 
-MOST_CELLS = 2_000_000  # choices times steps; where there would be more, some choices are left out
-PEAK = "(PEAK)"  # stands in the code for the peak; parentheses, because the rest of the code has no such text
+MOST_CELLS = 2_000_000  # choices times steps; if there would be more, some choices are left out
+PEAK = "(PEAK)"  # placeholder for the peak in the code; in parentheses, so that it occurs nowhere else in it
 
 _FIXED = ("parameters", "optimizer", "inputs")  # what the scripts call the parts of `ModelKind.fixed`
 _COLUMNS = (
@@ -42,7 +42,7 @@ _COLUMNS = (
 
 
 def model_data(kind: ModelKind, story: Story) -> dict[str, Any]:
-    """The data that differs by kind: for a whole model, its menus and its choices. The scripts make all its views."""
+    """The data that differs by kind of plan: for a whole model, its menus and choices. The scripts make all views."""
     plan, chain = kind.plan, kind.chain
     points, chosen, left_out = _points(kind, alone=not story.least)
     fixed = zip(_FIXED, kind.fixed, strict=True)
@@ -72,12 +72,13 @@ def model_data(kind: ModelKind, story: Story) -> dict[str, Any]:
 
 
 def _points(kind: ModelKind, *, alone: bool) -> tuple[list[FrontierPoint], int, int]:
-    """The choices from the least peak on, the plan's own among them, its place, and how many were left out."""
+    """The choices from the least peak on, including the plan's own, its index, and how many were left out."""
     plan = kind.plan
     own = FrontierPoint(plan.bill.peak_memory, plan.bill.seconds - plan.chain.plain_seconds, kind.schedule.options)
     others = [] if alone else [point for point in plan.frontier if point.options != own.options]
     every = -(-len(others) * len(plan.chain) // MOST_CELLS)
-    shown = [point for k, point in enumerate(reversed(others)) if k % max(1, every) == 0]  # the least among them
+    # Reversed, so that the least peak is always among those shown.
+    shown = [point for k, point in enumerate(reversed(others)) if k % max(1, every) == 0]
     points = sorted([own, *shown], key=lambda point: (point.peak, -point.extra))
     return points, points.index(own), len(others) - len(shown)
 
@@ -105,5 +106,5 @@ def _step(chain: Chain, k: int, unit: str) -> dict[str, Any]:
 
 
 def _letters(options: tuple[int, ...]) -> str:
-    """The entries as one letter each, "0" for the first, and the letters after it for as many as there are."""
+    """The chosen entries as one character each: "0" for the first of a menu, and the characters after it for others."""
     return "".join(chr(ord("0") + option) for option in options)

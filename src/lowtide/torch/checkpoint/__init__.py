@@ -1,7 +1,7 @@
-"""Checkpoint: one call of a function, run again for the backward.
+"""Checkpoint: one call of a function, recomputed for the backward.
 
-In: a function and its arguments. Out: its results, on the graph that the plain call makes, without its tape. Imports
-the core, `memory` and `state`.
+In: a function and its arguments. Out: its results, on the graph that the plain call builds, without the saved
+activations. Imports: the core, `memory` and `state`.
 """
 
 from lowtide.torch.checkpoint.call import checkpoint

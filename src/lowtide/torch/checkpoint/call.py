@@ -1,13 +1,13 @@
 """`checkpoint(fn, *args)`: run a function, keep its arguments instead of its tape, and run it again for the backward.
 
 The first run builds its graph as always, so that outputs, hooks, shared weights and the order of every sum are those of
-the plain call. Only what autograd would save is not kept: a pair of saved-tensor hooks hands out numbers instead. When
-the backward asks for the first of them, the function runs once more, and what autograd saves in that rerun is what it
-asked for. The rerun finds its surroundings, random numbers and settings as the first run found them, or says that it
-cannot (`surroundings.py`, `draws.py`, `ambient.py` and `mismatch.py` in `state/`).
+the plain call. Only the tensors that autograd saves are not kept: a pair of saved-tensor hooks saves their numbers
+instead. When the backward unpacks the first number, the function runs once more, and the tensors that autograd saves in
+that rerun are those that the numbers stand for. The rerun finds its surroundings, random numbers and settings as the
+first run found them, or raises an error (`surroundings.py`, `draws.py`, `ambient.py` and `mismatch.py` in `state/`).
 
-Calls may be nested. The arguments of an inner call are then saved by the outer one's hooks, so they are not kept
-either; before an inner call is run again, those around it are, from the outside in.
+Calls may be nested. The arguments of an inner call are then saved through the outer call's hooks, so they are not kept
+either; before an inner call is rerun, the calls around it are, from the outside in.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _set_grad = torch._C._set_grad_enabled
 _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 _CHECKS = ("default", "none")
-_HOOKS_INSIDE = "lowtide.torch.lean.tape"  # a module of hooks that pass on what they keep
+_LEAN_HOOKS_MODULE = "lowtide.torch.lean.tape"  # its pack hooks call ours: their frames are no part of the function
 
 
 def checkpoint(
     function: Callable[..., Result],
     *args: Any,
-    use_reentrant: bool | None = None,  # noqa: ARG001  (a word of torch's)
+    use_reentrant: bool | None = None,  # noqa: ARG001  (part of torch's signature)
     context_fn: Callable[[], ContextPair] | None = None,
     determinism_check: str = "default",
     debug: bool = False,
@@ -65,10 +65,10 @@ def checkpoint(
     check_rerun: bool = False,
     **kwargs: Any,
 ) -> Result:
-    """Call `function(*args, **kwargs)` without keeping its tape; it runs again when the backward needs it.
+    """Call `function(*args, **kwargs)` without keeping its tape; the function runs again when the backward needs it.
 
     Results and gradients are those of the plain call to the last bit. Buffers and attributes that the function changes
-    are changed once, random numbers are the same in the rerun, and where that cannot be had, it is an error.
+    are changed once, and random numbers are the same in the rerun. Where that is impossible, an error is raised.
 
     Args:
         function: what to call: a module, a method or any other function.
@@ -76,17 +76,17 @@ def checkpoint(
         use_reentrant: accepted so that code for `torch.utils.checkpoint` runs; it makes no difference here.
         context_fn: returns two context managers, one for the first run and one for reruns, such as
             `create_selective_checkpoint_contexts`.
-        determinism_check: "default" compares shape, dtype and device of what autograd saves in both runs; "none" only
-            how many there are.
-        debug: also remember where the first run saved each tensor, for the message if a rerun differs.
-        early_stop: end the rerun when it has made the last tensor that is needed, and drawn the last random number of
-            the first run, to see that they are the same.
+        determinism_check: "default" compares shape, dtype and device of the tensors that autograd saves in both runs;
+            "none" compares only their number.
+        debug: also remember where the first run saved each tensor, for the error message if a rerun differs.
+        early_stop: end the rerun when it has made the last tensor that is needed, and has drawn the last random number
+            of the first run, so that draws can be compared.
         preserve_rng_state: draw the same random numbers in the rerun: those of torch, Python and numpy, and of
             generators that the function can reach.
         contexts: functions that make context managers to be entered for reruns. Autocast, default dtype and device and
-            `sdpa_kernel` are restored without being named.
-        check_rerun: compare the values of what autograd saves in both runs, not only their shapes.
-        kwargs: more arguments of the function.
+            `sdpa_kernel` are restored without being listed here.
+        check_rerun: compare the values of the tensors that autograd saves in both runs, not only their shapes.
+        kwargs: its keyword arguments.
     """
     if _compiling():  # pragma: no cover  (it is traced, not run)
         return _traced(function, args, kwargs, context_fn, preserve_rng_state)
@@ -113,7 +113,7 @@ def checkpoint(
             raise
         drawn = call.end(stack)
     except RecursionError:
-        if len(stack) < 20:  # not because of us
+        if len(stack) < 20:  # the function's own recursion, not nested checkpoint calls
             raise
         raise CheckpointError(
             f"checkpoint calls are nested {len(stack):,} deep, and Python's stack of {sys.getrecursionlimit():,} "
@@ -130,7 +130,7 @@ def _traced(
     context_fn: Callable[[], ContextPair] | None,
     preserve_rng_state: bool,
 ) -> Result:  # pragma: no cover  (it is traced, not run)
-    """Inside `torch.compile` torch's own checkpoint, which the compiler knows."""
+    """Call torch's own checkpoint, which `torch.compile` can trace."""
     if context_fn is not None:
         kwargs["context_fn"] = context_fn
     return torch.utils.checkpoint.checkpoint(  # type: ignore[no-any-return]  # torch's own
@@ -147,23 +147,24 @@ _thread = _CheckpointThread()
 
 
 def _make_room(depth: int) -> None:
-    """Raise RecursionError now rather than while cleaning up."""
+    """Recurse to this depth, so that a RecursionError is raised here rather than while a call cleans up."""
     if depth:
         _make_room(depth - 1)
 
 
 class _Stop(BaseException):
-    """Ends a rerun that has all it needs. Not an Exception, so that nobody takes it for one of their own."""
+    """Ends a rerun that has saved all it needs. Not an Exception, so that no `except Exception` catches it."""
 
 
-# Likenesses that are equal are one object, and so are rows of them: most calls are like the one before.
+# Equal likenesses (shape, dtype, device) are interned, and so are rows of them, because most calls are like the one
+# before: a call then costs a reference instead of a tuple for each saved tensor.
 _likenesses: dict[Likeness, Likeness] = {}
-_rows: dict[int, tuple[Likeness, ...]] = {}
-_MOST_LIKENESSES = 10_000
+_rows: dict[int, tuple[Likeness, ...]] = {}  # by length, the latest row
+_MOST_LIKENESSES = 10_000  # that are interned; above that the cache is cleared
 
 
 class _Call:
-    """One call: what it takes to run it again, and what the latest rerun has made."""
+    """One checkpoint call: what it takes to run the function again, and the tensors that the latest rerun saved."""
 
     __slots__ = (
         "_ambient",
@@ -202,29 +203,30 @@ class _Call:
     ) -> None:
         self._function = function
         self._early_stop = early_stop
-        self._ended = False  # whether the latest rerun was
+        self._ended = False  # whether `_Stop` was raised in the latest rerun
         self._keys = tuple(kwargs)
         self._ambient = ambient
         self._context = context
+        # The call around this one, and the range of its saved tensors that are our arguments.
         self.outer: tuple[_Call, int, int] | None = None
         self.is_lazy = False
-        self.store: list[torch.Tensor | None] = []
+        self.store: list[torch.Tensor | None] = []  # saved by the latest rerun; None once handed out
         self.versions: list[int] = []
-        self._count = -1  # how many tensors the first run saved, once it is over
-        self._counter: Iterator[int] | None = None
-        self._likes: Any = None
+        self._count = -1  # how many tensors the first run saved; -1 until it is over
+        self._counter: Iterator[int] | None = None  # counts them where they are not compared
+        self._likes: Any = None  # the likeness of each where they are
         self._values: list[tuple[int, str]] | None = None
         self._wheres: list[Place] | None = None
         self._hidden: KeptTensors | None = None
         self._surroundings: Surroundings | None = None
-        self._draws: Draws | None = None  # also while it is not known yet whether there are any
-        self._standstill: Standstill | None = None  # instead, if no generator was moved
+        self._draws: Draws | None = None  # in the first run, and after it if a generator may have moved
+        self._standstill: Standstill | None = None  # after a first run that moved no generator
         self._take(args, kwargs)
 
     # --- the first run
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the arguments apart into tensors and the rest."""
+        """Split the arguments into tensors, which are kept for reruns, and the rest."""
         leaves: list[Any] = [*args, *kwargs.values()]
         self._form: TreeForm | None = None
         if any(type(leaf) not in ATOMS and not isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -253,7 +255,7 @@ class _Call:
     def begin(
         self, stack: list[tuple[_Call, bool]], uncompared: bool, values: bool, debug: bool, preserve_rng_state: bool
     ) -> None:
-        """From here to `end`, this thread runs the function for the first time."""
+        """Begin the first run: until `end`, the hooks of this call are on and its surroundings are noted."""
         draws = Draws(self._function) if preserve_rng_state and _fake_mode() is None else None
         pack = self._noting_hook(uncompared, values, debug, draws is not None and draws.among_threads())
         try:
@@ -276,11 +278,11 @@ class _Call:
     def _noting_hook(
         self, uncompared: bool, values: bool, debug: bool, among_threads: bool
     ) -> Callable[[torch.Tensor], int]:
-        """The pack hook: it counts, or notes what tensors are like, and where asked to also their values and places."""
+        """The first run's pack hook: counts tensors or notes their likeness, and if needed their values and places."""
         pack: Callable[[torch.Tensor], int]
         if uncompared:
             self._counter = count()
-            # `next(counter, tensor)`: the tensor is taken for a default and let go, all of it in C.
+            # `next(counter, tensor)` takes the tensor as its default and drops it, without running any Python.
             pack = partial(next, self._counter)
         else:
             self._likes = []
@@ -299,22 +301,22 @@ class _Call:
         return pack(tensor)
 
     def saved_so_far(self) -> int:
-        """How many tensors have been saved."""
+        """How many tensors the first run has saved, now or by its end."""
         if self._count >= 0:
             return self._count
         if self._counter is None:
             return len(self._likes)
-        return next(copy(self._counter))  # a count cannot be read without moving it
+        return next(copy(self._counter))  # a count cannot be read without advancing it
 
     def end(self, stack: list[tuple[_Call, bool]]) -> list[Any] | None:
-        """The first run is over, one way or another; returns where it has left the random generators."""
+        """End the first run, also after an exception; returns the states in which it left the random generators."""
         _pop_hooks()
         stack.pop()
         end_meeting()
         return None if self._draws is None else self._draws.leave()
 
     def finish(self, drawn: list[Any] | None) -> None:
-        """The first run went well: keep what a rerun needs, and no more."""
+        """After a first run without an exception, keep what a rerun needs and nothing else."""
         assert self._surroundings is not None
         self._count = self.saved_so_far()
         if self._draws is not None and drawn is not None:
@@ -327,7 +329,7 @@ class _Call:
             self._hidden = KeptTensors(hidden, through_hooks=_top_hooks(False) is not None)
         if self._likes is not None:
             row = tuple(self._likes)
-            self._likes.clear()  # the graph holds on to the list
+            self._likes.clear()  # the graph holds the list, through the pack hook
             usual = _rows.setdefault(len(row), row)
             if usual != row:
                 _rows[len(row)] = usual = row
@@ -336,7 +338,7 @@ class _Call:
     # --- reruns
 
     def unpack(self, number: int) -> torch.Tensor:
-        """What autograd would have saved as its `number`th tensor. It is handed out once and let go."""
+        """The tensor that autograd saved under this number, handed out once and then released."""
         store = self.store
         tensor = store[number] if number < len(store) else None
         if tensor is None:
@@ -351,6 +353,8 @@ class _Call:
         return tensor
 
     def _again(self, number: int) -> torch.Tensor:
+        # An inner call's arguments are tensors that the call around it saved. Where that call no longer has them, it is
+        # rerun first: from the outside in.
         waiting = [self]
         while (outer := waiting[-1].outer) is not None and outer[0]._lacks(outer[1], outer[2]):
             waiting.append(outer[0])
@@ -364,7 +368,7 @@ class _Call:
         return not self.store or any(tensor is None for tensor in self.store[start:stop])
 
     def rerun(self) -> None:
-        """Run the function again; afterwards `store` has what it saves."""
+        """Run the function again, and put the tensors that it saves into `store`."""
         if self._surroundings is not None and self._count >= 0:
             self._surroundings.check()
         wanted = self.saved_so_far()
@@ -383,19 +387,19 @@ class _Call:
             if not error.crowded or self._draws_from_torch():
                 raise
         self.store, self.versions = list(saved), versions
-        saved.clear()  # the rerun's graph holds on to the list, and the tensors on to the graph
+        saved.clear()  # breaks a cycle: the rerun's graph holds the list, and its tensors hold the graph
 
     def _packing(
         self, saved: list[torch.Tensor], versions: list[int], wanted: int, whole: bool, draws: Draws | None
     ) -> Callable[[torch.Tensor], int]:
         """The rerun's pack hook.
 
-        When it has the last tensor that is needed, it ends the rerun: before the operation that saves it has run, if it
-        is given that. But one without a gradient, like the noise of rrelu, may be scratch space that it is yet
-        to fill. Then it asks Python to tell when one of the functions that are running now does something next, calls
-        or returns, and ends it there. What runs by itself meanwhile, such as a finalizer, is left alone.
+        At the last tensor that is needed, it ends the rerun, before the operation that saves the tensor has run. But a
+        tensor without a gradient, like the noise of rrelu, may be scratch space that the operation has yet to fill.
+        Then a profile function ends the rerun at the next call or return of a function that is running now. Code that
+        Python runs on its own meanwhile, such as a finalizer, is not interrupted.
 
-        One that is to be run as a `whole` ends by itself, unless all of its `draws` have been made by then.
+        A rerun of the `whole` function is not ended here, unless all of its `draws` have been made by then.
         """
         likes, values = self._likes, self._values
         append, note = saved.append, versions.append
@@ -408,7 +412,7 @@ class _Call:
             if number >= wanted:
                 if whole and not stopping:
                     raise Differs(number, f"nothing more, after {wanted:,} tensors", in_words(_like(tensor)))
-                return number  # the end of the rerun was taken for an error of the function's own, and caught
+                return number  # the function has caught `_Stop` and goes on
             if likes is not None and likes[number] != (tensor.shape, tensor.dtype, tensor.device):
                 raise Differs(number, in_words(likes[number]), in_words(_like(tensor)))
             if values is not None and values[number][0] != fingerprint(tensor):
@@ -424,7 +428,7 @@ class _Call:
                 sys.setprofile(stop)
             return number
 
-        def stop(frame: FrameType, *_: object) -> None:  # pragma: no cover  (what measures coverage is off in it)
+        def stop(frame: FrameType, *_: object) -> None:  # pragma: no cover  (coverage is off inside a profile function)
             if id(frame) in running:
                 raise _Stop
 
@@ -473,7 +477,7 @@ class _Call:
             except _Stop:
                 pass
             except RuntimeError:
-                if not self._ended:  # TorchScript makes an error of its own of every other
+                if not self._ended:  # TorchScript turns every exception, `_Stop` too, into a RuntimeError
                     raise
             finally:
                 if sys.getprofile() is not profile:
@@ -489,7 +493,7 @@ class _Call:
         raise Differs(number, then, f"nothing more, where the first run saved {wanted:,}")
 
     def _explained(self, differs: Differs) -> CheckpointError:
-        """Run once more, looking at names, up to the tensor that differs."""
+        """The error for a rerun that differs; runs once more up to that tensor, to find the operation and its line."""
         saved: list[torch.Tensor] = []
         naming, place, function = Naming(), None, ""
 
@@ -507,7 +511,7 @@ class _Call:
 
         try:
             run()
-        except Exception:  # whatever it is, the first error is the one to tell
+        except Exception:  # whatever it is, the first error is the one to report
             place = None
         where = ""
         if place is not None:
@@ -532,7 +536,7 @@ class _Call:
         return type(module).__name__ if self._surroundings is None else self._surroundings.path_of(module)
 
     def _draws_from_torch(self) -> bool:
-        """Whether the function draws anything, or another thread alone moved the generator."""
+        """Whether the function draws random numbers from torch; if not, another thread advanced the generator."""
         seeing, saved = _SeeingDraws(), []
 
         def pack(tensor: torch.Tensor) -> int:
@@ -559,22 +563,22 @@ class _SeeingDraws(TorchDispatchMode):
 
 
 def _frames_above(frame: FrameType) -> set[int]:
-    """The functions that are running in a rerun, without the hooks that ask; by identity, to keep none alive."""
+    """The frames of the rerun that are above this one, except those of hooks; as ids, so that none is kept alive."""
     frames: set[int] = set()
     above = frame.f_back
     while above is not None and above.f_code is not _Call._run_here.__code__:
-        if above.f_globals.get("__name__") != _HOOKS_INSIDE:
+        if above.f_globals.get("__name__") != _LEAN_HOOKS_MODULE:
             frames.add(id(above))
         above = above.f_back
     return frames
 
 
 def _ignored(_: Any) -> None:
-    """A random generator, where random numbers need not repeat."""
+    """Ignore a random generator: with `preserve_rng_state=False`, reruns need not draw the same numbers."""
 
 
 def _fake_mode() -> object:
-    """The mode in which tensors have no values, or None."""
+    """The active `FakeTensorMode`, in which tensors have no values; None if there is none."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
@@ -583,9 +587,9 @@ def _like(tensor: torch.Tensor) -> Likeness:
 
 
 def _noting(likes: list[Likeness]) -> Callable[[torch.Tensor], int]:
-    """The first run's pack hook: notes what the tensor is like and returns its number."""
+    """A pack hook that notes each tensor's likeness and returns its number."""
     append, intern = likes.append, _likenesses.setdefault
-    if len(_likenesses) > _MOST_LIKENESSES:  # shapes that are new all the time
+    if len(_likenesses) > _MOST_LIKENESSES:  # a program whose shapes never repeat
         _likenesses.clear()
 
     def pack(tensor: torch.Tensor) -> int:

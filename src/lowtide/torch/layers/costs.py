@@ -1,19 +1,19 @@
-"""A row of layers measured into a chain: one layer at a time, leaving no trace.
+"""Measures a row of layers as a chain, one layer at a time, and leaves everything as it was.
 
-First every layer runs by itself without a tape: that decides which layers make a step (`Groups`), and is what running
-a step plainly takes. Then every step is taped and pulled back, timed, and checkpointed. Small steps are timed without
-being watched, and those that are alike take the same (`Seconds`). Not counted is what the plain run holds too: the
-caller's input, the result and its gradient, parameters and theirs.
+First every layer runs by itself without a tape: that decides which layers make a step (`Groups`), and measures what
+running a step without a tape takes. Then every step is run with its tape and backward, timed, and checkpointed. Short
+steps are timed once more without tracking memory, and steps that are alike get the same times (`Seconds`). Memory that
+the plain run holds too is not counted: the caller's input, the result and its gradient, parameters and theirs.
 
-A chain's step is a contiguous group of layers. A layer joins the one before it where the state between the two is no
-place to start a rerun from, or one that no tape holds, so that counting it would be wrong:
+A chain's step is a contiguous group of layers. A layer joins the one before it if a rerun cannot start from the state
+between the two, or if no tape holds that state, so that counting it would be wrong:
 
-- it changes its input in place, or returns a view of it (`nn.ReLU(inplace=True)`, `nn.Flatten`);
+- the layer changes its input in place, or returns a view of it (`nn.ReLU(inplace=True)`, `nn.Flatten`);
 - its input is held neither by its own tape nor by that of the layer before, and its own tape is not much larger (ReLU
   after a convolution). Where it is (attention on a copy of its input), the input is counted into the tape.
 
-The first layers run plainly, outside the chain, as long as nothing needs a gradient, and up to one that changes the
-caller's own input in place: there is nothing to start again from.
+The first layers run plainly, outside the chain, as long as nothing needs a gradient. So do all layers up to the last
+one that changes the caller's own input in place, because a rerun could not start from the changed input.
 """
 
 from __future__ import annotations
@@ -53,29 +53,31 @@ from lowtide.torch.state.capture import has_gradient, now, pulled, seed_of
 from lowtide.torch.state.hidden import left_as_it_was
 from lowtide.torch.state.notes import may_be_copied
 
-# A step that takes less is timed once more without being watched, which slows small operations down.
+# A step whose forward is shorter is timed once more without tracking memory, which slows small operations down.
 _SHORT_SECONDS = 0.005
-# Of a whole tape. A form that saves less is not worth a line on the menu.
+# The share of the whole tape that a smaller form has to save to be on the menu.
 _LEAST_SAVING = 0.05
-# A layer whose input no tape holds begins a step all the same where its own tape is this many times as large.
+# A layer whose input no tape holds begins a step nevertheless if its own tape is at least this many times as large.
 _LEAST_TAPE_RATIO = 2
-# Of steps that are alike, how many are timed.
+# How many of the steps that are alike are timed.
 _MOST_TIMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayers:
-    """Layers as a chain, but for the first ones if they have no tape and run plainly.
+    """Layers as a chain, without the first ones if they run plainly; no chain if no layer has a tape.
 
-    Without a chain nothing has a tape. For each step:
+    For each step:
 
     - `kept`: bytes that a checkpoint call over it keeps beside its first state: copies of buffers that layers change;
-    - `copied`: bytes of the state that a checkpoint call from it copies until it has run: the function may change them;
-    - `unheld`: bytes of the state that are counted in the tape, and are there only if a checkpoint call holds them;
+    - `copied`: bytes of its state that a checkpoint call starting at it copies until it has run, because the function
+      may change them;
+    - `unheld`: bytes of its state that its tape counts although they are alive only if a checkpoint call holds them;
     - `unheld_by`: the same for each smaller tape;
-    - `passing`: for each smaller tape, most bytes, the state among them, while the step runs so in a checkpoint call.
+    - `passing`: for each smaller tape, the most bytes, its state included, while the step runs with that tape inside a
+      checkpoint call, which does not keep it.
 
-    `peak` is what measuring took.
+    `peak` is the most bytes that measuring took.
     """
 
     chain: Chain | None
@@ -88,11 +90,11 @@ class MeasuredLayers:
 
 
 def measure_layers(layers: list[Layer], x: Any, *, forms: bool) -> MeasuredLayers:
-    """Run every layer a few times, and leave everything as it was, also after an exception.
+    """Measure layers by running each a few times; everything is left as it was, also after an exception.
 
     Args:
-        layers: what to measure.
-        x: what the first one gets.
+        layers: the layers, in the order in which they are called.
+        x: the input of the first layer.
         forms: measure smaller tapes too.
     """
     with aside(layers):
@@ -100,7 +102,7 @@ def measure_layers(layers: list[Layer], x: Any, *, forms: bool) -> MeasuredLayer
 
 
 def name_of(layers: list[Layer], start: int, stop: int) -> str:
-    """What reports call the step of these layers: "3-4 Conv2d, ReLU"."""
+    """The name of the step of these layers in reports: "3-4 Conv2d, ReLU"."""
     kinds = [_kind(layer) for layer in layers[start:stop]]
     return f"{start if stop == start + 1 else f'{start}-{stop - 1}'} {', '.join(kinds)}"
 
@@ -113,7 +115,7 @@ def _kind(layer: Layer) -> str:
 
 
 class _Enter(torch.autograd.Function):
-    """Makes its second argument need a gradient without being a leaf, and without a copy."""
+    """Returns its second argument as a tensor that requires a gradient and is not a leaf, without a copy."""
 
     @staticmethod
     def forward(ctx: Any, _: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -126,21 +128,21 @@ class _Enter(torch.autograd.Function):
 
 
 class _Alone:
-    """What running one layer by itself showed."""
+    """The measurements of one layer, run by itself without a tape."""
 
     def __init__(self, held: int, most: int, seconds: float, packed: set[int]) -> None:
         self.advance = held + most
         self.seconds = seconds
         self.packed = packed
-        self.unheld = 0  # bytes of its input that no tape holds
+        self.unheld = 0  # bytes of the layer's input that no tape holds
 
 
 class Groups:
-    """The layers of one row, run one after the other.
+    """Runs the layers of a row one after the other, and groups them into steps.
 
     Attributes:
         bounds: the layers [start, stop) of each step.
-        lead: how many layers run plainly before them.
+        lead: how many layers run plainly before the first step.
         result: names of the storages that the last layer returned.
     """
 
@@ -149,7 +151,7 @@ class Groups:
         self._log = log
         self._alone: list[_Alone] = []
         self._starts: list[int] = []  # the first layer of each step so far
-        self._born: dict[int, int] = {}  # which layer made a storage
+        self._born: dict[int, int] = {}  # by name of a storage, the layer that made it
         self.lead = 0
         state = detached(x)
         names = dict.fromkeys(Places(log, state, {}).names, 0)
@@ -159,19 +161,20 @@ class Groups:
         self.bounds = tuple(pairwise([*self._starts, len(layers)]))
 
     def advance(self, start: int, stop: int) -> int:
-        """Most bytes, the state among them, while these layers run without a tape."""
+        """The most bytes, the state included, while these layers run without a tape."""
         return max(alone.advance for alone in self._alone[start:stop])
 
     def seconds(self, start: int, stop: int) -> float:
-        """Seconds of running these layers without a tape."""
+        """The seconds that these layers take without a tape."""
         return sum(alone.seconds for alone in self._alone[start:stop])
 
     def unheld(self, start: int) -> int:
-        """Bytes of the input of the step from this layer that no tape holds."""
+        """The bytes that no tape holds of the input of the step that begins at this layer."""
         return self._alone[start].unheld if start > self.lead else 0
 
     def _run_alone(self, k: int, state: Any, names: dict[int, int]) -> tuple[Any, dict[int, int]]:
         """Run layer k without a tape; returns the next state and the names of its storages."""
+        # A layer that runs a backward inside its forward needs the tape: it is run again with what it saves.
         try:
             with left_as_it_was([self._layers[k]]):
                 return self._try_alone(k, state, names, drop=True)
@@ -203,7 +206,7 @@ class Groups:
         return detached(result), after.names
 
     def _given(self, leaf: Any, places: Places) -> Any:
-        """The leaf as a layer gets it, to change as it likes: a copy, if it is the caller's."""
+        """The leaf to pass to a layer, which may change it in place: a copy if it is the caller's."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.layout is not torch.strided or not places.names[key_of(leaf)]:
@@ -215,7 +218,7 @@ class Groups:
     def _joins(
         self, k: int, before: Places, aliases: dict[int, int], copies: list[torch.Tensor], after: Places
     ) -> bool:
-        """Whether the state before layer k is a view's, or held by no tape."""
+        """Whether layer k belongs to the step before it: it returns a view of its input, or no tape holds that."""
         unchanged = {id(copy) for copy in copies}
         passed = {after.names[key_of(t)] for t in after.tensors if id(t) in unchanged}
         views = {aliases[key_of(t)] for t in after.tensors if id(t) not in unchanged and key_of(t) in aliases}
@@ -229,7 +232,10 @@ class Groups:
         return self._log.bytes(own) < _LEAST_TAPE_RATIO * self._alone[k].unheld
 
     def _place(self, k: int, moved: set[int], joins: bool, needs_gradient: bool) -> None:
-        """Let layer k begin a step, join those before it, or run before the chain."""
+        """Let layer k begin a step, join the step before it, or run plainly before the chain.
+
+        `moved` has the names of the storages that the layer changed in place; 0 is the caller's.
+        """
         if 0 in moved or (not self._starts and not needs_gradient):
             self.lead = k + 1
             self._starts = []
@@ -238,7 +244,7 @@ class Groups:
             self._starts = [k]
             return
         self._starts.append(k)
-        # Nothing may begin between the making of a storage and its change.
+        # No step may begin between the layer that makes a storage and the one that changes it in place.
         last = min((self._born.get(name, 0) for name in moved), default=k - 1 if joins else k)
         if joins:
             last = min(last, k - 1)
@@ -250,7 +256,7 @@ class Groups:
 
 
 def timed(layers: list[Layer], state: Any, cost: StepCost) -> StepCost:
-    """The cost with the seconds of the same again, unwatched, where that is less."""
+    """The cost with the seconds of another run, without tracking memory, where they are fewer."""
     since, began = now(), perf_counter()
     seed = seed_of(through(layers, state))
     forward, backward = perf_counter() - began, 0.0
@@ -262,7 +268,7 @@ def timed(layers: list[Layer], state: Any, cost: StepCost) -> StepCost:
 
 
 class AlikeSteps:
-    """What steps have in common that take the same time: their layers in words, and the forms of all they work on."""
+    """Keys that are equal for steps that take the same time: made of their layers' reprs and all tensors' metadata."""
 
     def __init__(self, layers: list[Layer], state: Any, cost: StepCost) -> None:
         tensors = tensors_of(state)
@@ -279,7 +285,7 @@ def _form(layer: Layer) -> Hashable:
 
 
 class Seconds:
-    """The seconds of a row of steps. Of those that are alike the least counts: the rest is noise."""
+    """The seconds of all steps. Steps that are alike get the shortest time of any of them: the rest is noise."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[AlikeSteps, StepCost]] = []
@@ -287,18 +293,18 @@ class Seconds:
         self._times: Counter[Hashable] = Counter()
 
     def knows(self, likeness: AlikeSteps) -> bool:
-        """Whether enough steps like it have been added."""
+        """Whether enough steps like this one have been timed."""
         return self._times[likeness.backward] >= _MOST_TIMED
 
     def add(self, likeness: AlikeSteps, cost: StepCost) -> None:
-        """Add the next step."""
+        """Add the next step of the row."""
         self._times[likeness.backward] += 1
         for key, seconds in ((likeness.forward, cost.forward), (likeness.backward, cost.backward)):
             self._least[key] = min(seconds, self._least.get(key, seconds))
         self._rows.append((likeness, cost))
 
     def evened(self) -> list[StepCost]:
-        """The costs of all steps."""
+        """The costs of all steps, with the shortest seconds of those that are alike."""
         return [
             replace(cost, forward=self._least[likeness.forward], backward=self._least[likeness.backward])
             for likeness, cost in self._rows
@@ -309,25 +315,25 @@ class Seconds:
 
 
 class _Meter:
-    """Measures one row."""
+    """Measures one row of layers."""
 
     def __init__(self, layers: list[Layer], x: Any, forms: bool) -> None:
         self._layers = layers
         self._forms = forms
         self._log = Log()
         self._groups = Groups(layers, x, self._log)
-        # Storages that the plain run makes too: gradients and the result.
+        # Storages that the plain run holds too, and that are not counted: gradients and the result.
         self._plain = set(self._groups.result)
-        self._copies: set[int] = set()  # storages that stand for the caller's
+        self._copies: set[int] = set()  # storages that take the place of the caller's
         self._kept: list[int] = []
         self._copied: list[int] = []
-        self._given = 0  # bytes of what the last step returned
+        self._given = 0  # bytes that the step measured last returned, unless it is the last of the row
         self._passing: list[tuple[int, ...]] = []
         self._unheld_by: list[tuple[int, ...]] = []
         self._seconds = Seconds()
 
     def row(self, x: Any) -> MeasuredLayers:
-        """Measure the layers from this input."""
+        """The measured layers, called with this input."""
         log, bounds = self._log, self._groups.bounds
         recording.count(probe=len(bounds))
         if not bounds:
@@ -372,7 +378,7 @@ class _Meter:
     def _measure(
         self, bound: tuple[int, int], state: Any, names: dict[int, int], base: int
     ) -> tuple[Any, dict[int, int]]:
-        """Add what a step costs; returns the state after it, and its names."""
+        """Measure one step and add its cost; returns the state after it, and the names of its storages."""
         layers = self._layers[slice(*bound)]
         self._copied.append(sum(tensor.nbytes for tensor in tensors_of(state) if may_be_copied(tensor)))
         with left_as_it_was(layers):
@@ -391,9 +397,10 @@ class _Meter:
             return self._checkpointed(layers, state, names)
 
     def _checkpointed(self, layers: list[Layer], state: Any, names: dict[int, int]) -> tuple[Any, dict[int, int]]:
-        """The state after a step, and its names; on the way, the bytes that a checkpoint call keeps beside states.
+        """Run a step in a checkpoint call, and note the bytes that the call keeps beside states.
 
-        It comes last, because in a run the next state, where no tape holds it, is gone by the time of the backward.
+        Returns the state after the step and the names of its storages. This comes after the step's backward was
+        measured, because in a run that state is freed before the backward, unless a tape holds it.
         """
         log, mark = self._log, len(self._log.events)
         with watching(log):
@@ -404,7 +411,7 @@ class _Meter:
         return detached(result), after.names
 
     def _options(self, bound: tuple[int, int], state: Any, names: dict[int, int], base: int) -> Iterator[TapeOption]:
-        """Smaller tapes for a step."""
+        """Measure the smaller tapes of a step."""
         layers = tuple(self._layers[slice(*bound)])
         with left_as_it_was(list(layers)):
             points = lean_points(layers, state)
@@ -415,12 +422,12 @@ class _Meter:
         for point in points:
             with left_as_it_was(list(layers)):
                 cost = self._step(bound, state, names, base, point.size)
-            # Taping needs room too, beside the cotangent of what the step returns.
+            # Building the tape needs memory too, while the cotangent of the step's result is already there.
             beside = max(cost.working.backward, cost.working.tape + self._given)
             yield TapeOption(cost.tape, point.seconds, backward=beside, form=lean_form(point.tape, point.working))
 
     def _let_go(self, layers: tuple[Layer, ...], state: Any, lean: LeanSize) -> int:
-        """Bytes of the state that a lean tape does not hold."""
+        """The bytes of the state that a lean tape does not hold."""
         log = Log()
         with left_as_it_was(list(layers)), watching(log):
             given = copied(state)
@@ -432,7 +439,7 @@ class _Meter:
         return freed
 
     def _passed(self, layers: tuple[Layer, ...], state: Any, names: dict[int, int], lean: LeanSize) -> int:
-        """Most bytes, the state among them, while layers run with a lean tape of which nothing is kept."""
+        """The most bytes, the state included, while layers run with a lean tape of which nothing is kept."""
         log, mark = self._log, len(self._log.events)
         try:
             with left_as_it_was(list(layers)), watching(log), keeping_nothing():
@@ -446,7 +453,7 @@ class _Meter:
     def _step(
         self, bound: tuple[int, int], state: Any, names: dict[int, int], base: int, lean: LeanSize | None = None
     ) -> StepCost:
-        """Tape and pull back the layers of one step; with `lean`, keeping a tape of that size."""
+        """Run one step forward and backward; with `lean`, keep a lean tape of that size."""
         log, layers, last = self._log, tuple(self._layers[slice(*bound)]), bound[1] == len(self._layers)
         before = Places(log, state, names)
         held = max(1, before.bytes())  # a chain has at least a byte of state
@@ -462,7 +469,7 @@ class _Meter:
         if last:
             self._plain |= outputs
         given: list[torch.Tensor] | None = [] if last else None
-        # The caller has the result; any other state is gone by the time of the backward, unless a tape holds it.
+        # The caller holds the last result. Any other state is freed before the backward, unless a tape holds it.
         seed, result = seed_of(result, given), (result if last else None)
         pulling, backward, cotangent = self._pull(seed, before, since, mark, outputs if last else set(), given)
         return StepCost(
@@ -487,9 +494,10 @@ class _Meter:
         aside: set[int],
         given: list[torch.Tensor] | None,
     ) -> tuple[int, float, int]:
-        """Pull a step back: most bytes since event `mark`, seconds, bytes of the cotangent that comes out.
+        """Run a step's backward; returns the most bytes since event `mark`, seconds, and the bytes of its cotangent.
 
-        Not counted are storages put `aside`, and the gradients of the result, which the caller has `given`.
+        The cotangent is that of the state. The storages `aside` are not counted, nor are the gradients of the result,
+        which the caller holds: `given`.
         """
         log = self._log
         if seed is None:
@@ -511,7 +519,7 @@ class _Meter:
 
 
 def _a_byte_less(cost: StepCost) -> StepCost:
-    """Take off the byte that a chain counts for the first state, which is the caller's and costs nothing."""
+    """The cost without the byte that a chain counts for the first state, which is the caller's and costs nothing."""
     was = cost.working
     working = Working(max(0, was.advance - 1), max(0, was.tape - 1), max(0, was.backward - 1))
     options = tuple(replace(option, backward=max(0, (option.backward or 0) - 1)) for option in cost.options)
@@ -519,17 +527,18 @@ def _a_byte_less(cost: StepCost) -> StepCost:
 
 
 def lean_points(layers: tuple[Layer, ...], state: Any) -> list[LeanPoint]:
-    """A few smaller tapes for these layers: all that is free, half of that, and twice as much.
-
-    It runs the layers.
-    """
+    """A few smaller tapes for these layers (see `worthwhile`); the layers are run to find them."""
     if not can_lean(through, layers, state):
         return []
     return worthwhile(lean_menu(through, layers, state))
 
 
 def worthwhile(points: list[LeanPoint]) -> list[LeanPoint]:
-    """Of the points of a menu, those near all that is free, half of that, and twice as much; the largest tape first."""
+    """The points of a menu that are worth measuring, the largest tape first.
+
+    They are those nearest to the tape without all that is cheap to recompute, to half that saving, and to half that
+    tape; of these, the ones that save enough.
+    """
     free = next(point for point in points if point.is_free)
     saved = free.plain_tape - free.tape
     sizes = (free.plain_tape - saved / 2, free.tape, free.tape / 2)

@@ -1,8 +1,8 @@
-"""A plan's nest as nested checkpoint calls, on the graph that autograd makes anyway.
+"""Runs a plan's nest as nested checkpoint calls, on the graph that autograd builds anyway.
 
-Parts that are run again together are checkpoint calls inside one another. Steps that are taped whole are called as they
-are; those that are taped in a smaller form are left to a function that knows how. A row of layers inside a model has
-its nest as a form (`LayerNest`), and is run by the same code.
+A part that is run again is a checkpoint call, and the parts inside it are calls inside that call. Steps that keep their
+whole tape are called as they are; steps with a smaller tape are run by a function that the caller passes. A row of
+layers inside a model has its nest as a form (`LayerNest`), which the same code runs.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def through(layers: Iterable[Layer], state: Any) -> Any:
 
 
 def run_lean(layers: tuple[Layer, ...], state: Any, size: LeanSize) -> Any:
-    """Run layers with a lean tape of at most that size."""
+    """Run layers one after the other, with a lean tape of at most that size."""
     return lean(through, layers, state, tape=size)
 
 
 class Forms:
-    """Runs the steps of a chain in the forms of its menus."""
+    """Runs the steps of a chain with the smaller tapes of its menus."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
 
     def __call__(self, layers: tuple[Layer, ...], step: int, option: int, state: Any) -> Any:
-        """Run a step in one form."""
+        """Run a step from `state` with entry `option` of its menu."""
         entry = self._chain[step].menu[option]
         lean = None if entry.form is None else entry.form.whole_lean
         if lean is None:
@@ -63,7 +63,7 @@ class Forms:
         return run_lean(layers, state, LeanSize(lean.tape, lean.working))
 
 
-# Runs the layers of a step, whose number it gets, in entry 1 or more of the step's menu, from a state.
+# (layers of the step, its number, entry of its menu from 1 on, state) -> the next state
 RunForm = Callable[[tuple[Layer, ...], int, int, Any], Any]
 
 
@@ -72,24 +72,24 @@ def nest_of_plan(plan: Plan) -> tuple[Part, ...]:
     """The plan's nest.
 
     Raises:
-        InputError: it drops something early and makes it again later, or uses a disk.
-        PlanError: it is not legal.
+        InputError: the plan drops something early and recomputes it later, or uses a disk.
+        PlanError: the plan is not legal.
     """
     return nest_of(judged(plan), len(plan.chain), plan.planner)
 
 
 def kept_by(parts: tuple[Part, ...], kept: tuple[int, ...]) -> int:
-    """Most bytes that checkpoint calls keep at once; `kept` is what a call keeps for each step in it.
+    """The most bytes that checkpoint calls keep at once; `kept` has the bytes that a call keeps for each step in it.
 
-    Those side by side are there together, and the calls inside one of them at a time; while one is run again, what it
-    finds is put aside.
+    Calls side by side are alive together, the calls inside them only in one of them at a time. While a call is rerun,
+    it also sets aside the state that it finds, which takes its own bytes once more.
     """
     own = {part: sum(kept[part.start : part.stop]) for part in parts if part.inside}
     return sum(own.values()) + max((own.get(part, 0) + kept_by(part.inside, kept) for part in parts), default=0)
 
 
 def copied_by(parts: tuple[Part, ...], copied: tuple[int, ...]) -> list[int]:
-    """For each step, bytes of copies while it runs without a tape; `copied` is what a call from there copies."""
+    """For each step, the bytes of copies while it runs without a tape; a call from step k copies `copied[k]`."""
     found = [0] * len(copied)
     for part in parts:
         if part.inside:
@@ -100,12 +100,12 @@ def copied_by(parts: tuple[Part, ...], copied: tuple[int, ...]) -> list[int]:
 
 
 def has_forms(parts: tuple[Part, ...]) -> bool:
-    """Whether a step is taped in a smaller form."""
+    """Whether any step has a smaller tape."""
     return any(part.option or has_forms(part.inside) for part in parts)
 
 
 def forms_passed(parts: tuple[Part, ...], inside: bool = False) -> dict[int, set[int]]:
-    """For steps that run in smaller forms inside a checkpoint call, where their tape is not kept at first: which."""
+    """By step, the smaller forms that it has inside checkpoint calls, where its tape is not kept in the first run."""
     found: dict[int, set[int]] = {}
     for part in parts:
         if inside and part.option:
@@ -117,20 +117,20 @@ def forms_passed(parts: tuple[Part, ...], inside: bool = False) -> dict[int, set
 
 
 def starts(parts: tuple[Part, ...]) -> set[int]:
-    """Steps that are taped from the state that a checkpoint call around them holds."""
+    """The steps whose input is held by a checkpoint call that begins with them."""
     firsts = {part.inside[0].start for part in parts if part.inside and not part.inside[0].inside}
     return firsts.union(*(starts(part.inside) for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs the steps of one call.
+    """Runs the steps of one call of `sequential`.
 
     Attributes:
-        steps: the layers of each.
-        options: for `checkpoint`.
-        lean: calls a step that is taped in a smaller form. Where a checkpoint call is around it, it is called in every
-            run of that, so that all of them save the same row of tensors.
+        steps: the layers of each step.
+        options: keyword arguments for `checkpoint`.
+        lean: runs a step with a smaller tape. Inside a checkpoint call it is used in the first run too, although no
+            tape is kept there: the first run and the rerun have to save the same tensors.
     """
 
     steps: tuple[tuple[Layer, ...], ...]
@@ -142,9 +142,9 @@ class Runner:
 
         Args:
             parts: a nest, or the inside of a part.
-            x: the state that it starts from.
-            taping: whether the tapes of steps that are called will be kept.
-            first: whether gradients will flow through this very run, rather than one before it.
+            x: the state that the first part starts from.
+            taping: whether the tapes of the steps called here will be kept.
+            first: whether the results of this run are those that gradients flow through; not so in a rerun.
         """
         for part in parts:
             if part.inside:
@@ -168,7 +168,7 @@ class Runner:
 
 
 class _Inside:
-    """The inside of a checkpointed part, which knows whether it is being run again."""
+    """The function that a checkpoint call runs: the inside of a part. It knows whether it is being rerun."""
 
     __slots__ = ("_first", "_parts", "_ran", "_runner")
 
@@ -179,7 +179,7 @@ class _Inside:
         self._ran = False
 
     def __call__(self, _: tuple[tuple[Layer, ...], ...], x: Any) -> Any:
-        """Run it. The layers are given so that `checkpoint`, which looks for hidden state, finds them."""
+        """Run the inside. The layers are an argument so that `checkpoint` finds them, which looks for hidden state."""
         again, self._ran = self._ran, True
         return self._runner.run(self._parts, x, taping=again, first=self._first and not again)
 
@@ -191,7 +191,7 @@ def _count_backward(state: Any) -> None:
 
 
 def layer_nest(parts: tuple[Part, ...], chain: Chain) -> LayerNest:
-    """The nest of a plan for a chain of layers, as a form: layers in the place of steps."""
+    """The nest of a plan for a chain of layers, as a form: with ranges of layers in place of steps."""
     bounds = chain.layers
 
     def within(parts: tuple[Part, ...]) -> Iterator[LayerRange | LayerNest]:
@@ -210,7 +210,7 @@ def layer_nest(parts: tuple[Part, ...], chain: Chain) -> LayerNest:
 
 
 def check_nest(nest: LayerNest, row: nn.Module) -> None:
-    """Say why a module cannot be run as the nest says."""
+    """Raise `InputError` if the module is not an `nn.Sequential` of as many layers as the nest has."""
     layers, most = len(list(row.children())), max(part.stop for part in nest.ranges())
     if not isinstance(row, nn.Sequential) or type(row).forward is not nn.Sequential.forward:
         raise InputError(
@@ -223,7 +223,7 @@ def check_nest(nest: LayerNest, row: nn.Module) -> None:
 
 
 def run_nest(nest: LayerNest, row: nn.Module, x: Any) -> Any:
-    """Run the layers of an `nn.Sequential` as the nest says."""
+    """Run the layers of an `nn.Sequential` by the nest."""
     check_nest(nest, row)
     layers, ranges = list(row.children()), list(nest.ranges())
     steps = tuple(tuple(layers[part.start : part.stop]) for part in ranges)
@@ -237,7 +237,7 @@ def run_nest(nest: LayerNest, row: nn.Module, x: Any) -> Any:
 
 
 def _parts(nest: LayerNest, first: int) -> tuple[tuple[Part, ...], int]:
-    """As parts of a row whose steps are the ranges, from number `first` on; and the number after the last."""
+    """The nest as parts whose steps are its ranges, numbered from `first` on; and the number after the last one."""
     found = []
     for part in nest.parts:
         if isinstance(part, LayerNest):

@@ -1,9 +1,9 @@
 """Rows of layers in bounded memory: `sequential` by a plan, `checkpoint_sequential` in segments.
 
-Layers are measured once for each form of input (`costs.py`), planned by the core (`LayerPlans` adds what checkpoint
-calls take), and run as nested checkpoint calls on the graph that autograd makes anyway (`nested.py`). So results and
-gradients are those of the plain run to the last bit, hooks fire once, weights may be shared, and gradients of gradients
-work.
+Layers are measured once for each form of input (`costs.py`), planned by the core (`LayerPlans` adds the bytes that
+checkpoint calls take), and run as nested checkpoint calls on the graph that autograd builds anyway (`nested.py`). So
+results and gradients are those of the plain run to the last bit, hooks fire once, weights may be shared, and gradients
+of gradients work.
 """
 
 from __future__ import annotations
@@ -49,11 +49,9 @@ Layers = nn.Sequential | nn.ModuleList | list[Layer] | tuple[Layer, ...]
 Contexts = Iterable[Callable[[], AbstractContextManager[Any]]]
 
 _transformed = torch._C._functorch.peek_interpreter_stack
-# Rows of layers whose costs are kept.
-_MOST_ROWS = 64
-# Budgets for one row whose plans are kept.
-_MOST_BUDGETS = 16
-# Checkpoint calls inside one another: Python's stack has room for more, but not for many more.
+_MOST_ROWS = 64  # rows of layers whose costs are cached
+_MOST_BUDGETS = 16  # budgets of one row whose plans are cached
+# Checkpoint calls nested in one another. Each takes several frames of Python's stack, which has 1,000 by default.
 _MOST_DEPTH = 100
 
 
@@ -68,19 +66,19 @@ def sequential(
 ) -> Any:
     """Run layers one after the other, like `nn.Sequential`, in bounded memory.
 
-    The first call with an input of some form runs every layer a few times to measure it; later ones do not. With
-    neither knob it is the least memory that runs no layer more than one extra time.
+    The first call with an input of some form runs every layer a few times to measure it; later calls do not. With
+    neither `budget` nor `plan`, the plan takes the least memory that runs no layer more than one extra time.
 
     Args:
         layers: an `nn.Sequential`, an `nn.ModuleList`, or a list of functions; each gets what the one before returned.
-        x: what the first layer gets: a tensor, or any nested value.
+        x: the input of the first layer: a tensor, or any nested value.
         budget: bytes for snapshots, tape and working set: 67108864, "64MiB", or "40%" of all tapes.
-        plan: what `plan_sequential` returned.
-        contexts: context managers, as functions that make them, that layers need around them when they run again.
-        check_rerun: compare everything that layers compute when they run again with what they computed first.
+        plan: a plan that `plan_sequential` returned.
+        contexts: functions that make context managers, to be entered when layers are rerun.
+        check_rerun: compare the values of the tensors that autograd saves in both runs, not only their shapes.
 
     Raises:
-        BudgetError: no plan fits; it names the least budget that works. Nothing has changed.
+        BudgetError: no plan fits; the error names the least budget that works. Nothing has changed.
         InputError: another argument that cannot be used.
     """
     return _uncompiled(_sequential)(layers, x, budget, plan, contexts, check_rerun)
@@ -96,7 +94,7 @@ def _sequential(
     options = {"contexts": tuple(contexts), "check_rerun": check_rerun}
     if plan is not None:
         chain, parts = _chain_for(plan, len(row)), nest_of_plan(plan)
-        if has_forms(parts):  # which are traced beside the run, not in its memory
+        if has_forms(parts):  # measure now, which traces lean steps, so that tracing takes no memory inside the run
             _costs(row, x)
         return _run(row, parts, x, options, chain)
     costs = _costs(row, x)
@@ -106,9 +104,9 @@ def _sequential(
 
 
 def plan_sequential(layers: Layers, x: Any, *, budget: int | str | None = None) -> Plan:
-    """The plan that `sequential` would run, with its bill; the layers are measured and left as they were.
+    """The plan that `sequential` would run, with its predicted cost; the layers are measured and left as they were.
 
-    Each step of its chain is a layer, or several that cannot be parted: its name says which.
+    Each step of its chain is a layer, or several that cannot be separated; the step's name lists them.
     """
     row = _listed(layers, "layers")
     check_layer_knobs(budget, None)
@@ -129,20 +127,20 @@ def checkpoint_sequential(
     functions: Layers,
     segments: int,
     input: Any,
-    use_reentrant: bool | None = None,  # noqa: ARG001  (torch's word)
+    use_reentrant: bool | None = None,  # noqa: ARG001  (part of torch's signature)
     preserve_rng_state: bool = True,
 ) -> Any:
     """`torch.utils.checkpoint.checkpoint_sequential` with segments of equal tapes instead of equal numbers of layers.
 
-    Each segment but the last is run again when the backward gets there. The cut depends on bytes alone: it is the same
-    on every run and every rank. Layers that change their input in place stay in one segment with the layer before.
+    Each segment but the last is rerun when the backward reaches it. The cut depends on bytes alone, so it is the same
+    in every run and on every rank. Layers that change their input in place stay in one segment with the layer before.
 
     Args:
         functions: an `nn.Sequential`, an `nn.ModuleList`, or a list of functions.
-        segments: how many, at least 1; of more than there are layers, one for each.
-        input: what the first layer gets: a tensor, or any nested value; a tuple is one value.
-        use_reentrant: accepted, and makes no difference.
-        preserve_rng_state: let a segment that is run again draw the same random numbers.
+        segments: the number of segments, at least 1; if there are fewer layers, each is a segment.
+        input: the input of the first layer: a tensor, or any nested value; a tuple is one value.
+        use_reentrant: accepted so that code for torch's function runs; it makes no difference here.
+        preserve_rng_state: draw the same random numbers when a segment is rerun.
     """
     return _uncompiled(_checkpoint_sequential)(functions, segments, input, preserve_rng_state)
 
@@ -192,12 +190,12 @@ class Sequential(nn.Sequential):
         return type(self)(part, budget=self.budget)
 
     def extra_repr(self) -> str:
-        """What `repr` shows beside the submodules."""
+        """The text that `repr` shows beside the submodules."""
         return f"budget={self.budget!r}" if self.plan is None else f"plan={self.plan!r}"
 
 
 def _listed(layers: Any, name: str) -> list[Layer]:
-    """The layers in a list, each one callable."""
+    """The layers as a list, after checking that each is callable."""
     if not isinstance(layers, nn.Sequential | nn.ModuleList | list | tuple):
         raise InputError(
             f"{name} is a {type(layers).__name__}; give an nn.Sequential, an nn.ModuleList, or a list of functions"
@@ -209,17 +207,17 @@ def _listed(layers: Any, name: str) -> list[Layer]:
 
 
 def _uncompiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """In code that is being compiled, the same but run as it is: measuring and saved-tensor hooks cannot be traced."""
+    """The function, kept out of `torch.compile`'s graph: measuring and saved-tensor hooks cannot be traced."""
     return torch._dynamo.disable(run) if torch.compiler.is_compiling() else run
 
 
 def _runs_plainly() -> bool:
-    """Without grad, in a comparison, or in a transform such as `torch.func.grad`, which keeps no tape of this kind."""
+    """Whether to run plainly: without grad, in a comparison, or in a transform such as `torch.func.grad`."""
     return not torch.is_grad_enabled() or recording.runs_plainly() or _transformed() is not None
 
 
 def _chain_for(plan: Plan, layers: int) -> Chain:
-    """The plan's chain, which says which layers its steps are; one that was made on paper has one for each step."""
+    """The plan's chain, with the layers of each step; a chain made on paper has one layer for each step."""
     chain = plan.chain
     if not chain.layers:
         if chain.names:
@@ -233,7 +231,7 @@ def _chain_for(plan: Plan, layers: int) -> Chain:
 
 
 def _run(row: list[Layer], parts: tuple[Part, ...], x: Any, options: dict[str, Any], chain: Chain) -> Any:
-    """Run the layers before the chain as they are, and its steps as the nest says."""
+    """Run the layers before the chain as they are, and the chain's steps by the nest."""
     x = through(row[: chain.layers[0][0]], x)
     steps = tuple(tuple(row[start:stop]) for start, stop in chain.layers)
     return Runner(steps, options, Forms(chain)).run(parts, x)
@@ -243,11 +241,11 @@ def _run(row: list[Layer], parts: tuple[Part, ...], x: Any, options: dict[str, A
 
 
 class LayerPlans:
-    """What a row costs, and the plans that were made for it.
+    """The measured costs of a row, and the plans made for it.
 
-    Checkpoint calls take bytes beyond what a chain can say, and how many depends on where the calls are, so it is known
-    once there is a plan: the plan is made first, then its bill, and where that is above the budget, another plan for as
-    much less.
+    Checkpoint calls take bytes that a chain cannot express, because they depend on where the calls are, which is known
+    only once there is a plan. So a plan is made first, then its bill with those bytes; if that is above the budget, the
+    next plan aims lower by the excess.
     """
 
     def __init__(self, row: MeasuredLayers) -> None:
@@ -274,23 +272,26 @@ class LayerPlans:
         if least > asked:
             ways = "raise the budget, or make the layers smaller (a smaller batch)"
             raise BudgetError(asked, least, ways)
-        plan = self._within(least)  # the way down from the budget has passed this one by
+        plan = self._within(least)  # aiming lower and lower from the budget has skipped this one
         assert plan is not None
         return replace(plan, knob=Knob("budget", asked))
 
     @property
     def _chain(self) -> Chain:
-        """With every step's input in its tape."""
+        """The chain in which every step's tape includes its input."""
         assert self.row.chain is not None
         return self.row.chain
 
     @property
     def _bare(self) -> Chain:
-        """With tapes that do not count an input that no tape holds."""
+        """The chain whose tapes do not count inputs that no tape holds."""
         return self._with_tapes(set())
 
     def _with_tapes(self, begun: set[int]) -> Chain:
-        """Steps that are `begun` have their input in their tape, whether autograd holds it or not."""
+        """The chain in which only the steps `begun` count an input in their tape that autograd does not hold.
+
+        A checkpoint call begins at each of those steps, and holds the input.
+        """
         if not any(self.row.unheld):
             return self._chain
         steps = [self._chain[k] for k in range(len(self._chain))]
@@ -305,7 +306,7 @@ class LayerPlans:
         return self._chain.with_steps(steps)
 
     def _within(self, asked: int) -> Plan | None:
-        """The fastest plan found within so many bytes."""
+        """The fastest plan found within that many bytes; None if there is none."""
         chains = [self._chain, self._bare] if any(self.row.unheld) else [self._chain]
         plans = [plan for chain in chains if (plan := self._within_by(chain, asked)) is not None]
         return min(plans, key=lambda plan: plan.bill.seconds, default=None)
@@ -323,7 +324,7 @@ class LayerPlans:
         return None
 
     def _billed(self, plan: Plan, knob: Knob) -> Plan:
-        """The same plan for a chain that has the bytes of its checkpoint calls."""
+        """The same plan, for a chain that includes the bytes of the plan's checkpoint calls."""
         nest = nest_of_plan(plan)
         chain = self._with_tapes(starts(nest))
         kept, copied, passed = kept_by(nest, self.row.kept), copied_by(nest, self.row.copied), forms_passed(nest)
@@ -339,7 +340,7 @@ class LayerPlans:
         return Plan.make(chain.with_steps(steps), knob, plan.schedule)
 
     def _least_that_works(self) -> int:
-        """To the byte, unless it depends on where checkpoint calls are, or there are very many."""
+        """The least budget that works: exact, unless it depends on where checkpoint calls are or how deep they nest."""
         row = self.row
         low = high = max(row.peak, least_budget(self._bare))
         while self._within(high) is None:
@@ -350,14 +351,15 @@ class LayerPlans:
         return high
 
 
-# --- what a row was found to cost, kept for the next call with the same layers and an input of the same form
+# --- the cache of measured rows: one entry for the same layers and inputs of the same form
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# Compared by value in a signature; anything else is compared by identity.
+_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def _signature(layers: list[Layer], x: Any) -> Hashable:
-    """Everything that what layers cost may depend on, but for the numbers in their tensors."""
+    """Everything that the costs of layers may depend on, except the values of tensors."""
     leaves, form = tree_flatten(x)
     return (
         tuple(_identity(layer) for layer in layers),
@@ -370,14 +372,14 @@ def _signature(layers: list[Layer], x: Any) -> Hashable:
 
 
 def _identity(layer: Layer) -> Hashable:
-    """A method is made anew each time it is looked up: it is known by its object and its function."""
+    """The identity of a layer; of a method, which is a new object at every lookup, that of its object and function."""
     if isinstance(layer, types.MethodType):
         return id(layer.__self__), id(layer.__func__)
     return id(layer)
 
 
 def _modules(layer: Any) -> Iterator[nn.Module]:
-    """Modules that the layer is, or holds directly."""
+    """The modules that a layer consists of: itself, or those that a method, partial or closure holds."""
     if isinstance(layer, nn.Module):
         yield from layer.modules()
     elif isinstance(layer, types.MethodType):
@@ -389,7 +391,7 @@ def _modules(layer: Any) -> Iterator[nn.Module]:
         for cell in layer.__closure__ or ():
             try:
                 held = cell.cell_contents
-            except ValueError:  # not bound yet
+            except ValueError:  # an empty cell: its variable is not bound yet
                 continue
             if isinstance(held, nn.Module):
                 yield from held.modules()
@@ -404,16 +406,16 @@ def _leaf_form(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         strides = leaf.stride() if leaf.layout is torch.strided else ()
         return leaf.shape, strides, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad
-    return leaf if isinstance(leaf, _PLAIN) else id(leaf)
+    return leaf if isinstance(leaf, _BY_VALUE) else id(leaf)
 
 
 def _anchors(layers: list[Layer]) -> list[Any]:
-    """The objects whose identities are in the signature of these layers."""
+    """The objects whose ids are in the signature of these layers: an entry must not outlive them."""
     things: list[Any] = []
     for layer in layers:
         if isinstance(layer, types.MethodType):
             things += [layer.__self__, layer.__func__]
-        elif not isinstance(layer, types.MethodDescriptorType):  # such as torch.Tensor.tanh, which is there for good
+        elif not isinstance(layer, types.MethodDescriptorType):  # such as torch.Tensor.tanh, which is never freed
             things.append(layer)
     return things
 
@@ -422,7 +424,7 @@ _measured: Cache[LayerPlans] = Cache(_MOST_ROWS)
 
 
 def _costs(row: list[Layer], x: Any, *, forms: bool = True) -> LayerPlans | None:
-    """What the layers cost; None as long as one has parameters without a shape, which the plain run would make."""
+    """The costs and plans of the layers; None if one is lazy and the plain run has yet to make its parameters."""
     key = (forms, _signature(row, x))
     plans = _measured.get(key)
     if plans is None:

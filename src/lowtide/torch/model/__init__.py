@@ -1,6 +1,6 @@
-"""Models: a whole training step within a peak.
+"""Models: a whole training step within a memory peak.
 
-In: a model, a batch, a loss, an optimizer. Out: its blocks (`blocks`), what they cost in each form (`costs`, `step`), a
-plan (`planning`), and the same model with the plan applied (`apply`). Imports the core and every other folder of
-`lowtide.torch` but `loops`.
+In: a model, a batch, a loss, an optimizer. Out: its blocks (`blocks`), their costs in each form (`costs`, `step`), a
+plan (`planning`), and the same model with the plan applied (`apply`). Imports: the core and every other folder of
+`lowtide.torch` except `loops`.
 """

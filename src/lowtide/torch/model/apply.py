@@ -1,7 +1,7 @@
-"""`apply(plan, model)`: the same module object, with some of its submodules' `forward` run another way; `unapply`.
+"""`apply(plan, model)` changes how some submodules run their `forward`; `unapply(model)` undoes that.
 
-A planned submodule has an attribute `forward` of its own, which the class's would be without it: hooks, `state_dict`,
-parameters and names are untouched, and copies and pickles of the model have the plan too.
+A planned submodule has an instance attribute `forward`, which hides that of its class. Hooks, `state_dict`, parameters
+and names are untouched, and copies and pickles of the model have the plan too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ROOT = "."  # the name of a block that is the whole model
 
 
 class PlannedForward(StandIn):
-    """A module's `forward`, run another way where it is given a tape at all.
+    """A module's `forward`, run as planned in training, and as ever in eval mode and without grad.
 
     Args:
-        module: whose `forward` it is.
+        module: the module whose `forward` it is.
         way: how to run it.
-        in_eval: whether it is for a module that is in eval mode while the model is trained.
+        in_eval: run it as planned in eval mode too, for a module that is in eval mode while the model is trained.
     """
 
     def __init__(self, module: nn.Module, way: Way, *, in_eval: bool) -> None:
@@ -40,7 +40,7 @@ class PlannedForward(StandIn):
         self.in_eval = in_eval
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
+        """Run the module, as planned if a tape is kept."""
         module = self.module
         if not self.is_on or not torch.is_grad_enabled() or not (module.training or self.in_eval):
             return self.original(*args, **kwargs)
@@ -51,17 +51,17 @@ class PlannedForward(StandIn):
 
 
 def apply(plan: Plan, model: nn.Module) -> None:
-    """Let a model run as planned: in training, with the same results and gradients to the last bit.
+    """Make a model run as planned in training, with the same results and gradients to the last bit.
 
-    The model stays the object that it is, with its hooks, parameters and `state_dict`; copies and pickles of it have
-    the plan too. In eval mode and without grad it runs as ever. A plan that was applied before is taken away first.
+    The model stays the same object, with its hooks, parameters and `state_dict`; copies and pickles of it have the plan
+    too. In eval mode and without grad it runs as before. A plan that was applied earlier is removed first.
 
     Args:
-        plan: what `plan_model` returned, or `Plan.from_json` of it.
-        model: the model, or one like it.
+        plan: a plan that `plan_model` or `Plan.from_json` returned.
+        model: the model that was planned, or one like it.
 
     Raises:
-        InputError: it is not a plan for such a model. Nothing has changed.
+        InputError: the plan is not for such a model. Nothing has changed.
     """
     check_model(model)
     ways = ways_of(plan, model)
@@ -71,7 +71,7 @@ def apply(plan: Plan, model: nn.Module) -> None:
 
 
 def unapply(model: nn.Module) -> None:
-    """Let a model run as it did before `apply`."""
+    """Make a model run as it did before `apply`."""
     check_model(model)
     for forward in _planned(model):
         forward.remove()
@@ -79,7 +79,7 @@ def unapply(model: nn.Module) -> None:
 
 @contextmanager
 def unapplied(model: nn.Module) -> Iterator[None]:
-    """Inside, no plan is applied to the model."""
+    """Inside, the model runs without its plan; afterwards the plan is applied again."""
     planned = [(forward, forward.module.__dict__.get("forward")) for forward in _planned(model) if forward.is_on]
     unapply(model)
     try:
@@ -91,12 +91,12 @@ def unapplied(model: nn.Module) -> Iterator[None]:
 
 
 def run_in(form: Form, block: nn.Module) -> AbstractContextManager[None]:
-    """Inside, a block runs in a form."""
+    """Inside, the block runs in this form."""
     return standing_in([PlannedForward(block.get_submodule(path), way, in_eval=True) for path, way in form.ways])
 
 
 def ways_of(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, Way]]:
-    """The modules of the model that the plan runs another way, and how."""
+    """The modules of the model that the plan changes, and how each is to run."""
     if not isinstance(plan, Plan) or not isinstance(plan.schedule, Blocks):
         what = f"one by {plan.planner}" if isinstance(plan, Plan) else f"a {type(plan).__name__}"
         raise InputError(f"the plan is {what}, not one for a model; make one with plan_model")
@@ -118,7 +118,7 @@ def ways_of(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, Way]]:
 
 
 def check_model(model: Any) -> None:
-    """Say what is wrong with what was given for a model."""
+    """Raise `InputError` if it is not an `nn.Module`."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; give an nn.Module")
 

@@ -1,8 +1,8 @@
-"""`largest_batch`: how many examples a training step can take within a peak.
+"""`largest_batch`: how many examples a training step can take within a memory peak.
 
-Bytes are predicted on paper for a few sizes, and where that cannot be done by running small ones; they grow in
-proportion to the size, so that a line through two of them leads to the next to try. The answer is planned for real, and
-run once.
+The least peak is predicted on paper for a few batch sizes, or by running small batches where that is impossible. It
+grows about linearly with the size, so a line through two known points leads to the next size to try. The answer is
+planned for real, and run once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lowtide.torch.model.loss import Loss
 from lowtide.torch.model.planning import plan_model, planning
 from lowtide.torch.paper.devices import A100
 
-_MOST_EXAMPLES = 2**24
-_MOST_SIZES_TRIED = 48
-_FIRST_SIZES = (1, 2, 4, 8)  # the first one that the model can be called with is where the search begins
-_MOST_ALIKE_EXAMPLES = 1024  # batches up to this size may all be filled up to it, and take the same
+_MOST_EXAMPLES = 2**24  # in a batch; it is an error if more would fit
+_MOST_SIZES_TRIED = 48  # in one search
+_FIRST_SIZES = (1, 2, 4, 8)  # the search begins at the first one that the model can be called with
+_MOST_PADDED_EXAMPLES = 1024  # smaller batches may all take the same memory, because `make_batch` pads them to one size
 
 
 class Batch(NamedTuple):
-    """The largest batch that fits: how many examples, and the plan with which they do."""
+    """The largest batch that fits: its number of examples, and the plan with which it fits."""
 
     size: int
     plan: Plan
@@ -48,21 +48,21 @@ def largest_batch(
 ) -> Batch:
     """The largest batch with which a training step stays within a peak, and the plan for it, to be applied.
 
-    Sizes are tried on paper; the answer is planned for real, and one step of it is run and measured. Where a model
-    looks at values, smaller sizes are run for real, from the smallest on, and none that would not fit if bytes grew
-    with the square of the size, but for one example more.
+    Sizes are tried on paper; the answer is planned for real, and one step of it is run and measured. If the model's
+    control flow depends on values, smaller batches are run for real, from the smallest on. A size is then tried only if
+    it would fit even if bytes grew with the square of the size, or if it is one more than a size that fits.
 
     Args:
         model: see `plan_model`.
-        make_batch: returns what the model is called with for so many examples: a dict of keyword arguments, a tuple of
-            arguments, or one argument.
+        make_batch: returns the model's arguments for a given number of examples: a dict of keyword arguments, a tuple
+            of arguments, or one argument.
         peak: see `plan_model`.
         optimizer: see `plan_model`.
         loss: see `plan_model`.
-        pbar: see `plan_model`; there is a bar for each size that is looked at.
+        pbar: see `plan_model`; there is a bar for each size that is tried.
 
     Raises:
-        BudgetError: not even one example fits; it names the least peak that works for one.
+        BudgetError: not even one example fits; the error names the least peak that works for one.
         InputError: an argument cannot be used, or memory does not grow with the batch.
     """
     check_model(model)
@@ -87,7 +87,7 @@ def largest_batch(
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with for a batch."""
+    """The arguments and keyword arguments that a batch is."""
     if isinstance(batch, Mapping):  # a BatchEncoding too
         return (), dict(batch)
     if isinstance(batch, tuple | list):
@@ -96,7 +96,7 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class _Search:
-    """Least peaks for sizes of batches: predicted ones, corrected by those that turned out."""
+    """The least peak of each batch size: predicted, times the ratio of the latest real one to its prediction."""
 
     def __init__(
         self, model: nn.Module, make_batch: Callable[[int], Any], optimizer: Any, loss: Loss | None, pbar: Any
@@ -113,11 +113,11 @@ class _Search:
 
     @property
     def smallest(self) -> int:
-        """The smallest size that was looked at."""
+        """The smallest size that was tried."""
         return min(self._predicted)
 
     def learn(self, size: int, least: int) -> None:
-        """What the least peak for this size turned out to be."""
+        """Record the least peak that planning for real found for this size."""
         self._turned_out[size] = least
         self._ratio = least / self._predicted[size]
 
@@ -125,7 +125,7 @@ class _Search:
         """The largest size whose least peak is at most this one."""
         try:
             return self._largest(peak)
-        except _NotOnPaperError:  # it looks at values, perhaps only at some sizes
+        except _NotOnPaperError:  # the model reads values of tensors, perhaps only at some sizes
             self._on_paper = False
             self._predicted.clear()
             return self._largest(peak)
@@ -141,13 +141,14 @@ class _Search:
             high = min((size for size in self._predicted if size > low), default=0)
             if high == low + 1:
                 break
-            # A line through two points of a curve may come nearer by little each time.
+            # On a curve, a line through two points may approach the answer by little each time. So if the gap was not
+            # halved, bisect it.
             creeping, gap = bool(high) and 2 * (high - low) > gap > 0, high - low if high else 0
             self._least((low + high) // 2 if creeping else self._next(low, high, peak))
         return low
 
     def _begin(self) -> int:
-        """The smallest size that the model can be called with: some need more than one example."""
+        """The smallest size that the model can be called with: some models need more than one example."""
         if not self._predicted:
             for size in _FIRST_SIZES:
                 try:
@@ -160,13 +161,13 @@ class _Search:
         return self.smallest
 
     def _next(self, low: int, high: int, peak: int) -> int:
-        """The size to look at next: where a line through two known ones meets the peak."""
+        """The size to try next: where a line through two known points meets the peak."""
         other = high or max((size for size in self._predicted if size < low), default=0)
         if not other:
             return 2 * low
         rise = (self._least(other) - self._least(low)) / (other - low)
-        if rise <= 0 and low < _MOST_ALIKE_EXAMPLES and not high:
-            return 2 * low  # batches may be filled up to one size
+        if rise <= 0 and low < _MOST_PADDED_EXAMPLES and not high:
+            return 2 * low  # these batches may be padded to one size
         if rise <= 0:
             raise InputError(
                 f"a step with {max(low, other):,} examples takes no more memory than one with {min(low, other):,}; "
@@ -186,7 +187,7 @@ class _Search:
     def _careful(self, low: int, peak: int) -> int:
         """The largest size that fits even if bytes grow with the square of the size, as attention's do."""
         (first, few), (second, more) = sorted((size, self._least(size)) for size in self._predicted)[:2]
-        always = max(0, few - first * (more - few) // (second - first))  # bytes that are there for any size
+        always = max(0, few - first * (more - few) // (second - first))  # bytes that do not depend on the size
         return int(low * math.sqrt((peak - always) / max(1, self._least(low) - always)))
 
     def _least(self, size: int) -> int:
@@ -214,4 +215,4 @@ def _bar(pbar: Any, size: int) -> Any:
 
 
 class _NotOnPaperError(Exception):
-    """The model cannot be run without values."""
+    """The model cannot be run on paper, with tensors that have no values."""

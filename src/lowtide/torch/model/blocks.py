@@ -1,9 +1,9 @@
-"""The blocks of a model, found by watching one forward: which submodules are called once, and what their tapes hold.
+"""Finds the blocks of a model by watching one forward: which submodules are called once, and how large their tapes are.
 
 A block is a submodule that is called once, has a tape, and is one of a row: an entry of an `nn.ModuleList` or
-`nn.Sequential`, or one of several of its class. An `nn.Sequential` of layers is a block by itself, which can be run in
-nested checkpoint calls. Where there is nothing of the kind, the submodules that the model itself calls are its blocks.
-The forward keeps no tape: what autograd would save is counted and let go.
+`nn.Sequential`, or one of several of its class. An `nn.Sequential` of layers is one block, which can be run as nested
+checkpoint calls. Where a model has none of these, the submodules that it calls itself are its blocks. The forward keeps
+no tape: the tensors that autograd would save are counted and released.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from lowtide.torch.model.apply import ROOT
 from lowtide.torch.model.loss import Loss, loss_of
 from lowtide.torch.state.stand_in import StandIn, original, standing_in
 
-# Of all tapes: a block that holds less is not worth a decision.
+# The share of all tapes below which a submodule is not worth a decision, and no block.
 _LEAST_SHARE_OF_A_BLOCK = 0.002
-# Of a block's tape: where a row inside it holds this much, the row's entries are the blocks instead ...
+# If a row inside a submodule has this share of its tape, the row's entries are the blocks instead of it ...
 _SHARE_OF_A_ROW = 0.6
-# ... unless the block itself holds less than this of all tapes.
+# ... unless the submodule has less than this share of all tapes.
 _LEAST_SHARE_WITH_A_ROW = 0.1
-# Of a block's tape: a submodule that holds this much may be run again by itself.
+# The share of a block's tape from which on a submodule of it may be rerun by itself.
 _LEAST_SHARE_OF_A_CHILD = 0.15
-_MOST_CHILDREN = 3
-_LEAST_BLOCKS_INSIDE = 3  # with a tape, so that they are better blocks than the one that calls them
+_MOST_CHILDREN = 3  # submodules of a block that may be rerun by themselves; every set of them is a form to measure
+# A call that is the only one with a tape inside another is looked into only if it has this many calls with a tape.
+_LEAST_BLOCKS_INSIDE = 3
 
 
 @dataclass(eq=False, slots=True)
@@ -41,12 +42,13 @@ class Call:
 
     Attributes:
         path, module: the submodule.
-        inside: calls that it made, in order.
-        needs: of the tensors among its arguments, which need a gradient.
-        tape: bytes that autograd would save of what was made inside and not returned.
-        packs: forms of what autograd would save, in order.
-        given, returned: storages of arguments and results.
-        is_overwritten: whether an argument was changed in place afterwards, so that it cannot be run again.
+        inside: the calls that it made, in order.
+        needs: for each tensor among its arguments, whether it requires a gradient.
+        forms: the metadata of each tensor among its arguments.
+        tape: bytes of the tensors that autograd would save, of those made inside and not returned.
+        packs: shape and dtype of each tensor that autograd would save, in order.
+        given, returned: numbers of the storages of arguments and results.
+        is_overwritten: whether an argument was changed in place after the call, which therefore cannot be rerun.
     """
 
     path: str
@@ -69,13 +71,13 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class FoundBlock:
-    """A block.
+    """A block of a model.
 
     Attributes:
-        call: the one call of it.
-        is_row: whether it is an `nn.Sequential` to be run in nested checkpoint calls.
-        share: of all tapes, that of its own.
-        children: paths, from the block on, of submodules that may be run again by themselves.
+        call: its one call.
+        is_row: whether it is an `nn.Sequential` to be run as nested checkpoint calls.
+        share: the share of all tapes that is the block's.
+        children: paths, relative to the block, of submodules that may be rerun by themselves.
     """
 
     call: Call
@@ -85,12 +87,12 @@ class FoundBlock:
 
     @property
     def name(self) -> str:
-        """Its path, or that of the whole model."""
+        """The block's path in the model; `ROOT` for the whole model."""
         return self.call.path or ROOT
 
 
 class Survey:
-    """One forward of a model, and what was called in it."""
+    """One forward of a model, and the calls of submodules in it."""
 
     def __init__(self, model: nn.Module, loss: Loss | None) -> None:
         self._model = model
@@ -106,7 +108,7 @@ class Survey:
         self.notes: list[str] = []
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call the model, and take the loss."""
+        """Call the model and compute the loss, noting every call of a submodule."""
         scripted = [path for module, path in self._paths.items() if isinstance(module, torch.jit.ScriptModule)]
         taps = [
             _Tap(self, module)
@@ -126,7 +128,7 @@ class Survey:
         self._versions.clear()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A submodule is called."""
+        """Run a submodule that is called, and note the call."""
         call = Call(self._paths[module], module)
         self._counts[module] += 1
         self._stack[-1].inside.append(call)
@@ -141,7 +143,7 @@ class Survey:
             self._stack[-1].packs += call.packs
 
     def _call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call and note what it holds; that of the model itself ends with the loss."""
+        """Run a call and note its tensors and its tape; the call of the model itself includes the loss."""
         log = self._log
         tensors = tensors_of((args, kwargs))
         call.needs = tuple(tensor.requires_grad for tensor in tensors)
@@ -166,7 +168,7 @@ class Survey:
 
     @property
     def tape(self) -> int:
-        """Bytes that autograd would save in all."""
+        """The bytes of all tensors that autograd would save."""
         return self._root.tape
 
     def blocks(self) -> list[FoundBlock]:
@@ -187,7 +189,7 @@ class Survey:
         return found
 
     def uncalled(self) -> dict[str, str]:
-        """Entries of rows that were not called, each with the one before it, or after it, that was and is like it."""
+        """Entries of rows that were not called, each with the nearest of its class that was, those before it first."""
         found: dict[str, str] = {}
         for path, module in self._model.named_modules():
             if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -215,7 +217,7 @@ class Survey:
                 yield from self._below(child, classes)
 
     def _fits(self, call: Call) -> bool:
-        """Whether the module is called once, and its tape is worth a decision."""
+        """Whether the call can be planned: the module's only one, with a large enough tape and unchanged arguments."""
         is_large = call.tape > _LEAST_SHARE_OF_A_BLOCK * self.tape
         return self._counts[call.module] == 1 and is_large and not call.is_overwritten
 
@@ -224,7 +226,7 @@ class Survey:
         return isinstance(self._model.get_submodule(parent), nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
     def _is_row(self, call: Call) -> bool:
-        """Whether it is an `nn.Sequential` that does nothing but call its entries, each once."""
+        """Whether the module is an `nn.Sequential` that does nothing but call its entries, each once."""
         module = call.module
         entries = list(module.children())
         return (
@@ -236,12 +238,12 @@ class Survey:
         )
 
     def _repeats(self, call: Call) -> bool:
-        """Whether a row has several entries of one class that has submodules, and is not itself a row."""
+        """Whether a row has several entries of one class that has submodules and is no `nn.Sequential`."""
         kinds = Counter(type(inner.module) for inner in call.inside if inner.inside)
         return any(n > 1 and not issubclass(kind, nn.Sequential) for kind, n in kinds.items())
 
     def _has_a_row_inside(self, call: Call) -> bool:
-        """Whether most of the call's tape is of submodules of one class, each given what the one before returned."""
+        """Whether most of the call's tape belongs to a row of submodules of one class, each fed by the one before."""
         if call.tape < _LEAST_SHARE_WITH_A_ROW * self.tape:
             return False
         rows: dict[tuple[str, type], list[Call]] = {}
@@ -256,7 +258,7 @@ class Survey:
         return False
 
     def _only(self, call: Call) -> Call:
-        """What a call wraps, if all that has a tape in it is one other call."""
+        """The call that this one wraps, at any depth: the only one inside that has a tape; else the call itself."""
         while len(taped := [inner for inner in call.inside if inner.tape]) == 1:
             if sum(inner.tape > 0 for inner in taped[0].inside) < _LEAST_BLOCKS_INSIDE or not self._fits(taped[0]):
                 break
@@ -285,19 +287,19 @@ class Survey:
 
 
 def few(paths: Iterable[str]) -> str:
-    """The outermost of these paths, and of many the first."""
+    """The outermost of these paths in a list, cut after the first five."""
     found = list(paths)
     outermost = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
     return ", ".join(outermost[:5]) + (f" and {len(outermost) - 5:,} more" if len(outermost) > 5 else "")
 
 
 class _Tap(StandIn):
-    """Tells the survey of calls."""
+    """Reports calls of a submodule to the survey."""
 
     def __init__(self, survey: Survey, module: nn.Module) -> None:
         super().__init__(module)
         self._survey = survey
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the submodule, and note the call."""
+        """Run the submodule through the survey."""
         return self._survey.enter(self.module, args, kwargs)

@@ -1,6 +1,6 @@
-"""What a block costs in each of its forms: it is run by itself, with arguments like those of its one call.
+"""Measures a block in each of its forms: it is run by itself, with arguments like those of its one call.
 
-Bytes are those beyond what was there before the block's forward; times are those of forward and backward together.
+Bytes are those beyond what was held before the block's forward; times are those of forward and backward together.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ from lowtide.torch.paper.operations import word_of
 from lowtide.torch.state.capture import now, pulled, seed_of
 from lowtide.torch.state.hidden import left_as_it_was
 
-# Operations whose results are as large as values say.
-_OF_ANY_SIZE = frozenset({"nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "bincount"})
+# Operations whose result's shape depends on values.
+_DATA_DEPENDENT = frozenset({"nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "bincount"})
 
 
 @dataclass(frozen=True, slots=True)
 class CallBytes:
-    """Bytes of a call: held between forward and backward, the peaks of both, and the gradient of its result.
+    """Bytes of a call.
 
-    What is held does not include the result.
+    Attributes:
+        held: held between forward and backward, without the result.
+        forward, backward: the peaks of both.
+        cotangent: the gradient of the result.
     """
 
     held: int
@@ -56,17 +59,17 @@ class CallBytes:
 
 
 class BlockCall:
-    """A block's call, to be made again and again."""
+    """A block's call, which can be repeated in any form."""
 
     def __init__(self, block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any], on_paper: bool) -> None:
         self.block = block
         self._arguments = args, kwargs
         self._needs = block.call.needs
         self._on_paper = on_paper
-        self.changes_arguments = False  # in place, which leaves of a graph do not allow
+        self.changes_arguments = False  # in place, which autograd forbids for leaves: it then gets copies
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Like those of the call, and leaves of a graph, or copies of such."""
+        """Arguments like those of the call, as leaves of a new graph, or copies of such leaves."""
         needs = iter(self._needs)
 
         def fresh(leaf: Any) -> Any:
@@ -82,17 +85,17 @@ class BlockCall:
 
     @contextmanager
     def given(self) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-        """Inside, the block may change what it keeps; returns it, and arguments."""
+        """The block and its arguments; inside, the block may change its state, which is restored afterwards."""
         module = self.block.call.module
-        torch.clear_autocast_cache()  # what another form has cast is not there for this one
+        torch.clear_autocast_cache()  # weights that another form has cast must not be free for this one
         with nullcontext() if self._on_paper else left_as_it_was([module]), torch.enable_grad():
             yield module, *self.arguments()
 
     def watched(self, form: Form, looking: Looking | None = None) -> CallBytes:
-        """Run forward and backward in a form, counting bytes; the forward is shown to `looking` too."""
+        """The bytes of forward and backward in a form; the forward also runs under the mode `looking`."""
         log = Log()
         with self.given() as (module, args, kwargs), run_in(form, module):
-            if form.is_lean:  # the first call may be the one that is traced, which holds more
+            if form.is_lean:  # the first call may be traced, and then holds more
                 module.forward(*args, **kwargs)
                 args, kwargs = self.arguments()
             since = now()
@@ -113,7 +116,7 @@ class BlockCall:
         return CallBytes(max(0, held), forward, start + most, cotangent)
 
     def timed(self, form: Form, clock: Callable[[], float]) -> tuple[float, float]:
-        """Seconds of forward and backward in a form."""
+        """The seconds of forward and of backward in a form."""
         with self.given() as (module, args, kwargs), run_in(form, module):
             since, began = now(), clock()
             seed = seed_of(module.forward(*args, **kwargs))
@@ -124,7 +127,7 @@ class BlockCall:
 
 
 class Looking(TorchDispatchMode):
-    """Notes whether shapes depend on values, as where words are sent to experts: then each call has another tape."""
+    """Notes whether shapes depend on values, as in a mixture of experts: then the tape differs from call to call."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -133,42 +136,43 @@ class Looking(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.at_values |= word_of(func) in _OF_ANY_SIZE
+        self.at_values |= word_of(func) in _DATA_DEPENDENT
         return func(*args, **(kwargs or {}))
 
 
 def _pull(seed: torch.Tensor, args: Any, kwargs: Any, since: int) -> None:
-    # Those that were changed in place are found like everything else that the block is given.
+    # Arguments that are not leaves, because they were copied for a block that changes them in place, are found by
+    # `pulled` itself, like everything else that the graph reaches.
     pulled(seed, [t for t in tensors_of((args, kwargs)) if t.requires_grad and t.is_leaf], since)
 
 
 def seconds_now() -> float:
-    """A clock that is affected by other load as little as possible."""
+    """A clock that other load on the machine affects as little as possible: CPU time, unless CUDA is used."""
     if torch.cuda.is_initialized():  # pragma: no cover
         torch.cuda.synchronize()
         return perf_counter()
     return process_time()
 
 
-_MOST_TIMINGS = 5  # of a short block, of which the shortest counts
-_ENOUGH_SECONDS = 0.5  # of timing a form, after which it is not timed again
-_LEAST_GAIN = 0.02  # of the whole tape; a form that holds no less is left out
-# Budgets for a row of layers, in equal parts of the way from the least to that of keeping everything; more of them
-# where the row holds half of all tapes.
+_MOST_TIMINGS = 5  # of one form; the shortest counts
+_ENOUGH_SECONDS = 0.5  # spent on timing one form, after which it is not timed again
+_LEAST_GAIN = 0.02  # the share of the whole tape that a form has to save to be on the menu
+# How many budgets a row of layers is planned for, evenly spaced from the least to that of keeping everything; more of
+# them if the row has half of all tapes.
 _BUDGETS_FOR_A_ROW, _BUDGETS_FOR_A_LARGE_ROW = 10, 24
 
 
 @dataclass(frozen=True, slots=True)
 class FormCost:
-    """A form of a block.
+    """The cost of a block in one form.
 
     Attributes:
         form: the form itself.
         held: bytes that it holds between forward and backward, without its result.
-        forward, backward: most bytes beyond what was there before its forward, while it runs and while it is pulled
-            back; the result and the gradient of it among them.
-        extra: seconds more than keeping everything takes.
-        is_settled: whether it is on the menu at every time and place; others were found by measured seconds.
+        forward, backward: the most bytes during its forward and during its backward, beyond what was held before its
+            forward; its result and that result's gradient are included.
+        extra: seconds beyond those of keeping everything.
+        is_settled: whether the form is on the menu in every process; other forms were found by measured seconds.
     """
 
     form: Form
@@ -181,7 +185,7 @@ class FormCost:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """A block: its forms, of which the first keeps everything; seconds of that; bytes of its result's gradient."""
+    """The costs of a block: its forms, the first of which keeps everything; seconds; bytes of its result's gradient."""
 
     forms: tuple[FormCost, ...]
     forward: float
@@ -193,8 +197,8 @@ class Bench:
     """Measures blocks.
 
     Args:
-        device: on which to estimate seconds, for blocks that are run on paper; None measures them.
-        timed: whether seconds matter at all.
+        device: the device to estimate seconds for, if blocks are run on paper; None measures them here.
+        timed: whether seconds matter; if not, they are 0.
     """
 
     def __init__(self, device: Device | None, *, timed: bool) -> None:
@@ -202,7 +206,7 @@ class Bench:
         self._timed = timed
 
     def cost(self, block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCost:
-        """What a block costs that is called with such arguments; it is left as it was."""
+        """The cost of a block that is called with such arguments; the block is left as it was."""
         call = BlockCall(block, args, kwargs, self._device is not None)
         looking = Looking()
         try:
@@ -222,9 +226,9 @@ class Bench:
                     continue
                 if extra is None:
                     extra = self._extra(call, form, point, seconds)
-            except RuntimeError:  # a submodule that changes its argument in place, for one, cannot be run again
+            except RuntimeError:  # the form is impossible: a submodule changes its argument in place, for one
                 continue
-            # The first call of a lean kind is traced, and holds its whole tape while it runs.
+            # The first lean call of a kind is traced, and holds its whole tape while it runs.
             forward = run.forward if point is None else max(run.forward, plain.forward)
             forms.append(FormCost(form, run.held, forward, run.backward, extra, is_settled))
         return BlockCost(tuple(forms), *seconds, plain.cotangent)
@@ -232,10 +236,7 @@ class Bench:
     def _forms(
         self, block: FoundBlock, call: BlockCall, points: list[LeanPoint]
     ) -> Iterator[tuple[Form, LeanPoint | None, float | None, bool]]:
-        """All forms but the plain one.
-
-        With the point of the lean frontier, and extra seconds, where they are known, and whether it is settled.
-        """
+        """All forms but the plain one, each with its lean point, its extra seconds if known, and if it is settled."""
         again = Way(rerun=True)
         for point in points:
             yield lean_form(point.tape, point.working), point, None, True
@@ -252,7 +253,7 @@ class Bench:
             yield lean_form(point.tape, point.working, rerun=True), point, None, True
 
     def _extra(self, call: BlockCall, form: Form, point: LeanPoint | None, plain: tuple[float, float]) -> float:
-        """Seconds that a form takes more than keeping everything."""
+        """The seconds that a form takes beyond those of keeping everything."""
         if self._device is not None and point is not None:
             return point.seconds + plain[0] * form.ways[0][1].rerun
         return max(sum(self._seconds(call, form)) - sum(plain), 0.0 if point is None else point.seconds / 2, 1e-9)
@@ -268,9 +269,10 @@ class Bench:
         return worthwhile(points) if points else []
 
     def _nests(self, call: BlockCall) -> Iterator[tuple[LayerNest, float | None, bool]]:
-        """Nested checkpoint calls for a row of layers; the extra seconds that they take; and whether they are settled.
+        """Nests of checkpoint calls for a row of layers, each with its extra seconds and whether it is settled.
 
-        Settled are those that would be the fastest if the largest tapes took longest.
+        A nest is settled if it is the fastest when layers with larger tapes are assumed to take longer, which does not
+        depend on measured seconds.
         """
         with call.given() as (module, args, _):
             row = measure_layers(list(module.children()), args[0], forms=self._device is None)
@@ -285,18 +287,18 @@ class Bench:
         budgets = [least + part * max(0, chain.plain_tape - least) // parts for part in range(parts)]
         seen = set()
         for plans, budget in product((timeless, timely), budgets):
-            with suppress(BudgetError):  # the fastest may not be the smallest
+            with suppress(BudgetError):  # `least` holds for the untimed costs; with measured ones it may be higher
                 plan, nest = plans.plan(budget)
                 form = layer_nest(nest, chain)
                 if form not in seen and any(part.inside or part.option for part in nest):
                     seen.add(form)
                     seconds = Plan.make(chain, plan.knob, plan.schedule).bill.seconds - chain.plain_seconds
-                    # On paper, layers were timed as they ran there: only their bytes count.
+                    # On paper, the measured seconds are those of fake tensors, and mean nothing: only bytes count.
                     on_paper = self._device is not None
                     yield form, None if on_paper else max(seconds, 1e-9), plans is timeless or on_paper
 
     def _seconds(self, call: BlockCall, form: Form) -> tuple[float, float]:
-        """Of forward and backward."""
+        """The seconds of forward and of backward."""
         if not self._timed:
             return 0.0, 0.0
         if self._device is not None:

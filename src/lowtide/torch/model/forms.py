@@ -1,4 +1,4 @@
-"""Runs a module of a model another way: checkpointed, with a lean tape, or as nested checkpoint calls."""
+"""Runs a module of a model in a planned way: checkpointed, with a lean tape, or as nested checkpoint calls."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lowtide.torch.state.stand_in import original
 
 
 def run_plainly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module's own `forward`, whatever stands in for it. Lean tapes are known by this function."""
+    """Run a module's own `forward`, whatever stands in for it. Lean calls are cached under this function."""
     return original(module)(*args, **kwargs)
 
 
 def run_way(way: Way, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module's own `forward` this way."""
+    """Run a module's own `forward` in this way."""
     if way.nest is not None:
         return run_nest(way.nest, module, *args, **kwargs)
     if way.rerun and way.lean is not None:

@@ -1,4 +1,4 @@
-"""The loss of a training step: taken from what a model returns, and pulled back."""
+"""The loss of a training step: how it is taken from a model's output, and its backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 def loss_of(output: Any, loss: Loss | None) -> torch.Tensor:
-    """The loss in what a model returned."""
+    """The loss in a model's output.
+
+    Raises:
+        InputError: there is no loss of one number, or it requires no gradient.
+    """
     value: Any
     if loss is not None:
         value = loss(output)
@@ -40,22 +44,22 @@ def loss_of(output: Any, loss: Loss | None) -> torch.Tensor:
 
 
 def pull_back(value: torch.Tensor, ours: set[int]) -> list[torch.Tensor | None]:
-    """`value.backward()`; leaves that are not ours, as a loss may have, are then as they were.
+    """Call `value.backward()` and restore the leaves that are not ours, such as parameters of the loss function.
 
-    Returns the gradients that they got, which a training step would hold.
+    Returns the gradients that those leaves got, which a training step would hold.
 
     Args:
         value: a loss.
-        ours: identities of the leaves whose gradients and hooks are taken care of elsewhere.
+        ours: ids of the leaves whose gradients and hooks the caller restores.
     """
     with ExitStack() as stack:
-        others = _others(value, ours, stack)  # not held: a leaf of the step's own may be let go on the way
+        others = _others(value, ours, stack)  # weak references: the backward may free a leaf that the step made itself
         value.backward()
         return [other.grad for reference in others if (other := reference()) is not None]
 
 
 def _others(value: torch.Tensor, ours: set[int], stack: ExitStack) -> list[weakref.ref[torch.Tensor]]:
-    """Leaves that are not ours, without gradients and hooks for as long as the stack lasts."""
+    """The leaves that are not ours; they have no gradients and no hooks until the stack is closed."""
     leaves = [edge.node.variable for edge in strangers([edge_of(value)], set(), 0) if hasattr(edge.node, "variable")]
     others = {id(leaf): leaf for leaf in leaves if id(leaf) not in ours}
     stack.enter_context(hooks_aside(others.values()))
@@ -75,7 +79,7 @@ def _give_back(reference: weakref.ref[torch.Tensor], gradient: torch.Tensor | No
 
 @contextmanager
 def hooks_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, tensors' hooks are silent: some take an optimizer's step."""
+    """Inside, hooks of these tensors do not run: some would take an optimizer step."""
     hooked = [
         (hooks, dict(hooks))
         for tensor in tensors
@@ -83,7 +87,7 @@ def hooks_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         if (hooks := getattr(tensor, name))
     ]
     for hooks, _ in hooked:
-        hooks.clear()  # the very dictionary that the engine looks into
+        hooks.clear()  # in place: the engine reads this very dictionary
     try:
         yield
     finally:

@@ -1,10 +1,9 @@
-"""What an optimizer holds and needs: the bytes of its state, and of what one step makes and lets go.
+"""The memory of an optimizer: the bytes of its state, and of the temporary tensors of one step.
 
-A copy of it takes two steps on fake parameters, so nothing is allocated and the optimizer itself is not touched. The
-state that is there already goes into the copy, and the second step counts, as one of many: that is what later ones are
-like.
-Numbers that a step reads from tensors are 1 on paper. Where it asks yes or no, both answers are tried, and the dearer
-one counts.
+A copy of the optimizer takes two steps on fake parameters, so nothing is allocated and the optimizer itself is not
+touched. The copy has the state that the optimizer has already. The second step counts, with step counters set high, so
+that it is like later ones. Numbers that a step reads from tensors are 1 on paper. Where it reads a bool, both answers
+are tried, and the more expensive one counts.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from lowtide.torch.paper.fakes import Fakes
 from lowtide.torch.paper.results import KnownValues
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
-_STEPS_OF_AN_OLD_OPTIMIZER = 1000  # by then every optimizer has done whatever it does in its first steps
+_STEPS_OF_AN_OLD_OPTIMIZER = 1000  # by then an optimizer has left behind whatever is special about its first steps
 _WAY_OUT = "plan with optimizer=None, and take what it holds off the peak"
 
 
 class OptimizerCost(NamedTuple):
-    """Bytes: of the state between steps, and the most that one step makes beside it and lets go."""
+    """The bytes of the state between steps, and the most bytes of temporary tensors in one step."""
 
     state: int
     transient: int
@@ -42,16 +41,16 @@ class OptimizerCost(NamedTuple):
 def optimizer_cost(
     optimizer: Optimizer | MakeOptimizer, parameters: Iterable[nn.Parameter], device: str | None = None
 ) -> OptimizerCost:
-    """What an optimizer takes beside parameters and gradients, from its second step on.
+    """The bytes that an optimizer takes beside parameters and gradients, from its second step on.
 
     Args:
-        optimizer: one that has been made, or a class or function that makes one of a list of parameters.
-        parameters: the model's, for the latter; with values, on the meta device, or fake.
-        device: take the path that a step takes there: on "cuda", for many optimizers, all parameters at once. None: the
-            device that the parameters are on. So too where torch, as it is built here, cannot do without that device.
+        optimizer: an optimizer, or a class or function that makes one from a list of parameters.
+        parameters: the model's parameters, for the latter; with values, on the meta device, or fake.
+        device: the device whose code path is taken; on "cuda", many optimizers update all parameters at once. None
+            takes the device of the parameters, and so does a device that this build of torch cannot do without.
 
     Raises:
-        InputError: its step cannot be taken on paper.
+        InputError: a step cannot be taken on paper.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if not isinstance(optimizer, Optimizer):
@@ -98,20 +97,21 @@ def _check_step(optimizer: Optimizer) -> None:
 
 
 def _cost(optimizer: Optimizer, mode: FakeTensorMode, device: str | None, answers: _Answers) -> OptimizerCost:
-    """What a copy takes that gets these answers."""
+    """The cost of a copy whose reads of tensors get these answers."""
     copy: Any = _Copies(Fakes(mode, device, _is_counter)).of(optimizer)
     fakes = [parameter for group in copy.param_groups for parameter in group["params"]]
     needing = [parameter for parameter in fakes if parameter.requires_grad]
     log = Log()
     with mode, KnownValues(None), answers, torch.no_grad(), _fakes_together():
         for parameter in fakes:
-            parameter.requires_grad_(False)  # autograd would look for its device, which need not be here
+            parameter.requires_grad_(False)  # autograd would look for the device, which this machine may not have
         for parameter in needing:
             parameter.grad = torch.empty_like(parameter)
         try:
-            type(copy).step(copy)  # the object's own `step` may be a scheduler's, which would call the optimizer
+            type(copy).step(copy)  # an instance's `step` may be a scheduler's, which calls the original optimizer
             _make_old(copy.state)
-            deque(map(log.see, _tensors_in(copy.state)), maxlen=0)  # no name holds one that is replaced
+            # No loop variable here: it would keep a state tensor alive that the step replaces.
+            deque(map(log.see, _tensors_in(copy.state)), maxlen=0)
             mark = len(log.events)
             with watching(log):
                 type(copy).step(copy)
@@ -133,7 +133,7 @@ def _make_old(state: dict[Any, Any]) -> None:
 
 @contextmanager
 def _fakes_together() -> Iterator[None]:
-    """Inside, optimizers that take all parameters at once where they can do so with fake ones too."""
+    """Inside, optimizers with a `foreach` implementation use it for fake parameters too."""
     kinds: list[Any] = _foreach_supported_types
     kinds.append(FakeTensor)
     try:
@@ -143,12 +143,12 @@ def _fakes_together() -> Iterator[None]:
 
 
 def _is_counter(tensor: torch.Tensor) -> bool:
-    """Whether it is one number that steps read, such as how many there have been."""
+    """Whether the tensor is one number on the CPU that steps read, such as the step count."""
     return tensor.numel() == 1 and tensor.device.type == "cpu"
 
 
 def _tensors_in(thing: Any) -> list[torch.Tensor]:
-    """Tensors in dicts, lists and tuples; of dicts, not the keys."""
+    """The strided tensors in nested dicts, lists and tuples; keys of dicts are not searched."""
     if isinstance(thing, dict):
         thing = list(thing.values())
     if isinstance(thing, list | tuple):
@@ -157,13 +157,13 @@ def _tensors_in(thing: Any) -> list[torch.Tensor]:
 
 
 class _Copies:
-    """Copies of optimizers, and of what they hold, with fake tensors."""
+    """Makes copies of optimizers, and of everything that they hold, with fake tensors."""
 
     def __init__(self, fakes: Fakes) -> None:
         self._fakes = fakes
 
     def of(self, thing: Any) -> Any:
-        """A copy of an optimizer, a tensor or a container; anything else as it is."""
+        """A copy of an optimizer, a tensor or a container; anything else is returned as it is."""
         if isinstance(thing, Optimizer):
             copy = object.__new__(type(thing))
             for name, value in vars(thing).items():
@@ -175,7 +175,7 @@ class _Copies:
         if isinstance(thing, torch.Tensor):
             return self._fakes.of(thing)
         if isinstance(thing, dict):
-            copied = thing.copy()  # of the same kind
+            copied = thing.copy()  # an empty one of the same class, such as a defaultdict
             copied.clear()
             copied.update((self.of(key), self.of(value)) for key, value in thing.items())
             return copied
@@ -183,12 +183,12 @@ class _Copies:
 
 
 class _Answers(TorchDispatchMode):
-    """Says what is in a tensor without values: 1, or yes or no."""
+    """Answers reads of fake tensors, which have no values: with 1, or for a bool with the answer that is tried."""
 
     def __init__(self, *, yes: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._yes = yes
-        self.were_given = False  # to questions of yes or no
+        self.were_given = False  # whether a bool was read
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,9 +1,9 @@
-"""`plan_model`, `auto_checkpoint`: a whole training step within a peak, in one line.
+"""`plan_model`, `auto_checkpoint`: a whole training step within a memory peak, in one line.
 
-The model is put aside, measured, planned, and put back as it was. First one forward shows the blocks (`blocks.py`).
-Then each kind of block is run by itself in all its forms (`costs.py`), and a whole step with every block in its
-smallest (`step.py`): that makes a chain, for which the core chooses forms. Then the step is run once as planned, and
-where it takes more than predicted, planned again.
+The model's state is saved before it is measured, and restored afterwards. First one forward finds the blocks
+(`blocks.py`). Then each kind of block is run by itself in all its forms (`costs.py`), and a whole step with every block
+in its smallest form (`step.py`): that makes a chain, for which the core chooses forms. Then the step is run once as
+planned, and if it takes more than allowed, it is planned again with a lower aim.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from lowtide.torch.state.ambient import RandomStates, aside
 from lowtide.torch.state.hidden import left_as_it_was, objects_aside
 from lowtide.torch.state.stand_in import StandIn, original, standing_in
 
-# Shares of the peak asked for by which a plan aims lower: predictions were never so much too low in the tests, where
-# the step is run once as planned, and where it is not.
+# The share of the requested peak by which a plan aims lower: if the step is run once as planned, and if it is planned
+# on paper. No prediction in the tests was too low by more than this.
 MARGIN = 0.01
 MARGIN_ON_PAPER = 0.03
-_MOST_PLANS_RUN = 6  # each is run once, and the next aims lower by what it took too much
-_SEEDS_TRIED = 16  # where layers are left out at random, to find a step that calls all of them
-_ROOM_FOR_ANOTHER_RUN = 1.005
-_WELL_PREDICTED = 0.05
+_MOST_PLANS_RUN = 6  # each is run once; if it took too much, the next one aims lower by the excess
+_SEEDS_TRIED = 16  # where layers are skipped at random, to find a step that calls all of them
+_ROOM_FOR_ANOTHER_RUN = 1.005  # factor on a measured peak, in case the next run takes a little more
+_WELL_PREDICTED = 0.05  # relative error of the predicted peak above which the plan has a note
 _WAYS = "raise the peak, give smaller arguments (a smaller batch), or an optimizer with less state"
 
 
 class Planning:
-    """Measures a model, once, and plans."""
+    """Measures a model once, and plans its training step."""
 
     def __init__(
         self,
@@ -74,16 +74,16 @@ class Planning:
         self._device = device
         self._resident = resident
         self._notes: list[str] = []
-        self._unsettled: set[tuple[str, Form]] = set()  # forms that were found by measured seconds
+        self._unsettled: set[tuple[str, Form]] = set()  # (block, form) pairs that were found by measured seconds
         self._randomness = randomness
         self._caches = caches
         self._stages = stages
 
     def measure(self, *, timed: bool = True) -> Chain:
-        """The step as a chain, with bytes and seconds, or bytes alone."""
+        """The training step as a chain, with bytes and seconds, or with bytes alone."""
         survey = self._survey()
         as_given, best, drawn = self._randomness, self._randomness, False
-        # Which layers are left out may be drawn: a step that calls all of them takes most.
+        # Layers may be skipped at random: a step that calls all of them takes the most memory.
         for seed in range(_SEEDS_TRIED):
             if not survey.uncalled():
                 break
@@ -94,7 +94,7 @@ class Planning:
                 survey, best = other, self._randomness
         self._randomness = best
         self._notes = survey.notes
-        blocks, steps = survey.blocks(), 1 + timed  # where seconds count, the step is run as planned too
+        blocks, steps = survey.blocks(), 1 + timed  # if seconds count, the step is also run as planned
         self._stages.begin(len(blocks) + steps)
         costs = self._costs(blocks, timed)
         self._stages.reach(steps)
@@ -116,7 +116,7 @@ class Planning:
         return self._with_siblings(chain, survey.uncalled()) if drawn else self._noting(chain, survey.uncalled())
 
     def _noting(self, chain: Chain, uncalled: dict[str, str]) -> Chain:
-        """The chain itself, with a note of what was not called and is not drawn: values decide, or nobody."""
+        """The chain itself; adds a note of blocks that were not called, which is not a matter of random numbers."""
         if uncalled:
             self._notes.append(f"not called in the step that was measured, and so left as they are: {few(uncalled)}")
         return chain
@@ -128,7 +128,7 @@ class Planning:
         return survey
 
     def _with_siblings(self, chain: Chain, uncalled: dict[str, str]) -> Chain:
-        """With blocks that this step left out, as some do at random: each is taken to cost what its sibling does."""
+        """The chain with the blocks that this step skipped at random: each is assumed to cost what its sibling does."""
         rows = [(name, chain.role(k), chain[k]) for k, name in enumerate(chain.names)]
         for path, sibling in uncalled.items():
             if sibling in chain.names:
@@ -143,10 +143,10 @@ class Planning:
         """The fastest plan within the peak."""
         chain = self.measure()
         share = 0.0 if self._device is None else MARGIN_ON_PAPER
-        most = peak - int(peak * share)  # what a step may take that is run here, with values or on paper
+        most = peak - int(peak * share)  # that a step which is run here may take, with values or on paper
         smallest = untimed(chain, self._unsettled)
         least = least_peak(smallest)
-        # A plan that will be run once needs no more room than there is.
+        # No margin where it would rule out the smallest plan: the plan is run once, which shows whether it fits.
         aim = min(most, max(least, peak - int(peak * MARGIN)))
         for _ in range(_MOST_PLANS_RUN):
             if aim < least:
@@ -165,7 +165,7 @@ class Planning:
         return self._noted(plan, measured)
 
     def _noted(self, plan: Plan, measured: int) -> Plan:
-        """The plan with a word about a prediction that was not good."""
+        """The plan, with a note if the measured peak differs much from the predicted one."""
         predicted = plan.bill.peak_memory
         if abs(measured / predicted - 1) <= _WELL_PREDICTED:
             return plan
@@ -174,7 +174,7 @@ class Planning:
         return replace(plan, schedule=replace(plan.schedule, notes=(*plan.schedule.notes, note)))
 
     def _planned(self, chain: Chain, peak: int, aim: int, options: tuple[int, ...] | None = None) -> Plan:
-        """The plan with these options, or the fastest that is predicted to stay within what it aims at."""
+        """The plan with these options, or the fastest plan whose predicted peak is within `aim`."""
         held = self._resident
         options = options or choose_blocks(chain, aim, ways=_WAYS)
         return Plan.make(
@@ -184,7 +184,7 @@ class Planning:
         )
 
     def _step(self) -> Callable[[], Any]:
-        """One step but for the optimizer's part, to be run; returns what whoever trains the model holds meanwhile."""
+        """A function that runs a step without the optimizer's part, and returns what a training loop would hold."""
         args, kwargs = self._arguments()
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -205,7 +205,7 @@ class Planning:
         return run
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copies of what the model is called with: it may change them."""
+        """Copies of the model's arguments, which it may change in place."""
         copies: dict[int, torch.Tensor] = {}
 
         def copied(leaf: Any) -> Any:
@@ -219,7 +219,7 @@ class Planning:
         return args, kwargs
 
     def _costs(self, blocks: list[FoundBlock], timed: bool) -> list[tuple[FoundBlock, BlockCost]]:
-        """What each block costs; one of a kind is measured."""
+        """The cost of each block; of blocks of the same kind, only the first is measured."""
         if not blocks:
             return []
         bench = Bench(self._device, timed=timed)
@@ -229,7 +229,7 @@ class Planning:
         def probe(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             kind = _kind(block)
             if kind not in costs:
-                drawn = RandomStates([self._model])  # which blocks come next may depend on it
+                drawn = RandomStates([self._model])  # which blocks are called next may depend on random numbers
                 try:
                     costs[kind] = bench.cost(block, args, kwargs)
                 except RuntimeError as error:
@@ -249,7 +249,7 @@ class Planning:
         return [(block, found[block]) for block in blocks if block in found]
 
     def _measured(self, plan: Plan) -> int:
-        """Bytes at the worst moment of a step that is run as planned, the optimizer's part among it as predicted."""
+        """The peak of a step that is run as planned, in bytes; the optimizer's part of it is predicted."""
         log, step = Log(), self._step()
         apply(plan, self._model)
         try:
@@ -264,7 +264,7 @@ class Planning:
 
 
 class _Probe(StandIn):
-    """Has a block measured when it is called."""
+    """Measures a block at the moment when it is called."""
 
     def __init__(self, block: FoundBlock, probe: Callable[..., None], hooks: saved_tensors_hooks) -> None:
         super().__init__(block.call.module)
@@ -273,9 +273,9 @@ class _Probe(StandIn):
         self._hooks = hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block."""
-        self.remove()  # it is called once, and measured as it is
-        self._hooks.__exit__()  # the model keeps no tape meanwhile, and the block does
+        """Measure the block with these arguments, then run it."""
+        self.remove()  # a block is called once, and measured with its own forward
+        self._hooks.__exit__()  # these hooks let the model keep no tape; the block that is measured keeps one
         try:
             self._probe(self._block, args, kwargs)
         finally:
@@ -284,7 +284,7 @@ class _Probe(StandIn):
 
 
 def _kind(block: FoundBlock) -> Hashable:
-    """What blocks have in common that cost the same."""
+    """A key that is equal for blocks that cost the same."""
     call = block.call
     parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in call.module.parameters())
     training = tuple(module.training for module in call.module.modules())
@@ -305,28 +305,28 @@ def plan_model(
 ) -> Plan:
     """The fastest plan with which a whole training step of the model stays within a peak.
 
-    The model is measured, and left as it was: parameters, gradients, buffers, random numbers. Its hooks on parameters
-    are silent meanwhile; hooks on the nodes that accumulate gradients, as some wrappers for several devices have them,
-    are not, so plan the model before it is wrapped. See `apply`.
+    The model is measured, and left as it was: parameters, gradients, buffers, random numbers. Hooks on its parameters
+    do not run meanwhile. Hooks on the nodes that accumulate gradients, which some wrappers for several devices add, do:
+    plan the model before it is wrapped. Use `apply` to run the model as planned.
 
     Args:
         model: any `nn.Module`, in the mode in which it will be trained.
-        args: what it is called with, in the largest form that will come.
-        peak: most bytes of tensors alive at any moment of a step, "8GiB" or a number: parameters, gradients, the
-            optimizer's state, arguments, tapes, and what reruns need. Gradients that are there when it is called are
-            taken to be there during the step, as where they are accumulated.
-        optimizer: the one that will be used, so that its state counts; on paper also a function of parameters that
-            makes it, such as `torch.optim.AdamW`.
-        loss: takes the loss from what the model returns; None takes its `.loss`, its `["loss"]`, or the one number
-            that it is.
+        args: its arguments, with the largest shapes that will occur.
+        peak: the most bytes of tensors alive at any moment of a step, "8GiB" or a number: parameters, gradients, the
+            optimizer's state, arguments, tapes, and what reruns need. Gradients that exist when this is called are
+            assumed to exist during the step, as in gradient accumulation.
+        optimizer: the optimizer that will be used, so that its state counts; on paper also a function that makes it
+            from parameters, such as `torch.optim.AdamW`.
+        loss: a function that takes the loss from the model's output; None takes the output's `.loss`, its `["loss"]`,
+            or the output itself if it is one number.
         on_paper: allocate nothing and run nothing: for models larger than this machine.
-        device: whose speed counts on paper: "a100", "h100", "rtx4090", or a `Device`.
-        pbar: shows how far it is: True for a tqdm bar, a label, or an object with `update(n)`. It moves for each block
-            that is measured and for each whole step that is run.
-        kwargs: more arguments of the model.
+        device: the device whose speed counts on paper: "a100", "h100", "rtx4090", or a `Device`.
+        pbar: shows progress: True for a tqdm bar, a label, or an object with `update(n)`. It advances with each block
+            that is measured and each whole step that is run.
+        kwargs: the model's keyword arguments.
 
     Raises:
-        BudgetError: no plan fits; it names the least peak that works.
+        BudgetError: no plan fits; the error names the least peak that works.
         InputError: another argument that cannot be used.
     """
     check_model(model)
@@ -349,7 +349,7 @@ def planning(
     device: Device | None,
     stages: Stages,
 ) -> Iterator[Planning]:
-    """Inside, a model may be measured and planned: for a device on paper, or for real; afterwards it is as it was."""
+    """Inside, a model may be measured and planned, for real or on paper for a device; afterwards it is as it was."""
     gradients = [parameter.grad for parameter in model.parameters()]
     held = storage_bytes([gradient for gradient in gradients if gradient is not None])
     adding = [gradient is not None for gradient in gradients]
@@ -364,7 +364,7 @@ def planning(
         warnings.catch_warnings(),
         ExitStack() as stack,
     ):
-        warnings.filterwarnings("ignore", "a lean tape of .* was planned")  # planned here, and not for good
+        warnings.filterwarnings("ignore", "a lean tape of .* was planned")  # forms are only tried here
         stack.callback(randomness.restore)
         cost = OptimizerCost(0, 0)
         if optimizer is not None:
@@ -388,14 +388,14 @@ def auto_checkpoint(
     pbar: Any = None,
     **kwargs: Any,
 ) -> Plan:
-    """Let a model train within a peak: `plan_model`, then `apply`. Returns the plan; see there for the arguments."""
+    """Make a model train within a peak: `plan_model`, whose arguments these are, then `apply`. Returns the plan."""
     plan = plan_model(model, *args, peak=peak, optimizer=optimizer, loss=loss, pbar=pbar, **kwargs)
     apply(plan, model)
     return plan
 
 
 def _check_checkpointing(model: nn.Module) -> None:
-    """A model that checkpoints its blocks itself leaves nothing to plan."""
+    """Refuse a model whose own gradient checkpointing is on: its blocks have no tapes to plan."""
     if getattr(model, "is_gradient_checkpointing", False):
         raise InputError(
             "the model's own gradient checkpointing is on; turn it off with model.gradient_checkpointing_disable()"
@@ -404,7 +404,7 @@ def _check_checkpointing(model: nn.Module) -> None:
 
 @contextmanager
 def _added(model: nn.Module, adding: list[bool]) -> Iterator[None]:
-    """Inside, a new gradient is let go where it would be added to one that is there."""
+    """Inside, the new gradient of a parameter is freed if a training step would add it to an existing one."""
 
     def let_go(parameter: torch.Tensor) -> None:
         parameter.grad = None

@@ -1,7 +1,7 @@
 """A whole training step as a chain: its blocks with their forms, and beside them everything else that is alive.
 
-One step is run with every block in its smallest form, and every storage followed. Where a block begins and ends, in the
-forward and in the backward, is marked. So it is known what is there at each of these moments besides what blocks hold;
+One step is run with every block in its smallest form. Every storage is tracked, and the moments at which a block begins
+and ends are marked, in the forward and in the backward. So the bytes outside blocks are known at each of these moments;
 what blocks hold and need in other forms was measured block by block (`costs.py`).
 """
 
@@ -28,7 +28,12 @@ _DISORDER = "is not pulled back in the reverse of the order in which blocks are 
 
 @dataclass(eq=False, slots=True)
 class Marks:
-    """Where a block begins and ends in a log, forward and backward; -1 where it never does."""
+    """Where a block begins and ends in a log, as indices of events; -1 if that never happens.
+
+    Attributes:
+        entered, left: the beginning and the end of its forward.
+        reached, passed: the beginning and the end of its backward.
+    """
 
     entered: int = -1
     left: int = -1
@@ -38,14 +43,14 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Bytes that are there before a step, and during all of it.
+    """Bytes that are held before a step and throughout it.
 
     Attributes:
-        parameters: of the model.
-        gradients: of parameters, once there are all; held before the step only as far as `inputs` says.
-        optimizer: its state.
-        stepping: most bytes beyond that, while the optimizer takes its step.
-        inputs: arguments, buffers, and gradients that are there already.
+        parameters: the model's parameters.
+        gradients: the gradients of all parameters; of these, only the ones in `inputs` are held before the step.
+        optimizer: the optimizer's state.
+        stepping: the most bytes of temporary tensors while the optimizer takes its step.
+        inputs: arguments, buffers, and gradients that exist already.
     """
 
     parameters: int
@@ -56,12 +61,12 @@ class Resident:
 
     @property
     def before(self) -> int:
-        """Bytes that are there before the step."""
+        """The bytes that are held before the step."""
         return self.parameters + self.optimizer + self.inputs
 
     @classmethod
     def of(cls, model: nn.Module, arguments: Any, optimizer: OptimizerCost, gradients: int) -> Resident:
-        """What is there for a model, its arguments, an optimizer, and so many bytes of gradients already."""
+        """The resident bytes of a model, its arguments, an optimizer, and `gradients` bytes of existing gradients."""
         parameters = list(model.parameters())
         theirs = storage_bytes(parameters)
         everything = [*parameters, *model.buffers(), *tensors_of(arguments)]
@@ -77,11 +82,11 @@ class Resident:
 
 @dataclass(eq=False, slots=True)
 class BaseRun:
-    """A step with every block in its smallest form.
+    """A training step with every block in its smallest form.
 
     Attributes:
-        blocks: those that can be planned, with what they cost.
-        notes: why others cannot.
+        blocks: the blocks that can be planned, with their costs.
+        notes: reasons why others cannot be planned.
     """
 
     blocks: list[tuple[FoundBlock, BlockCost]]
@@ -93,7 +98,7 @@ class BaseRun:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, a step is to be run: the model called, the loss taken and pulled back."""
+        """Inside, the caller runs one step: the model, the loss and its backward."""
         log = self._log = Log()
         self._forms = [self._smallest(cost) for _, cost in self.blocks]
         with ExitStack() as stack:
@@ -108,16 +113,16 @@ class BaseRun:
         self._marks = [one.marks for one in row]
 
     def _smallest(self, cost: BlockCost) -> FormCost:
-        """The form that needs least."""
+        """The settled form that needs the fewest bytes in its backward."""
         forms = [form for form in cost.forms if form.is_settled]
         return min(forms, key=lambda form: (form.backward, form.held))
 
     def is_in_order(self) -> bool:
-        """Whether blocks were pulled back in the reverse of the order in which they were called.
+        """Whether the backward reached the blocks in the reverse of the order in which they were called.
 
-        Those that were not cannot be planned. They are left out, and the step has to be run again.
+        Blocks for which that is not so cannot be planned. They are left out, and the step has to be run again.
         """
-        kept, before = [], 0  # the block that was called later is pulled back before
+        kept, before = [], 0  # `before` is where the backward of the block called next, which comes first, begins
         for pair, marks in zip(reversed(self.blocks), reversed(self._marks), strict=True):
             if marks.left <= marks.reached and before <= marks.reached:
                 kept.append(pair)
@@ -131,14 +136,14 @@ class BaseRun:
         return is_in_order
 
     def chain(self, resident: Resident) -> Chain:
-        """The step as a chain; see `Blocks` for what its numbers mean."""
+        """The step as a chain, whose numbers mean what `Blocks` says."""
         before, levels, end = resident.before, _Levels(self._log, self._end), self._end
         rows: list[tuple[str, Role, StepCost]] = []
         if resident.optimizer or resident.stepping:
             rows.append(("(optimizer step)", Role.OPTIMIZER, _outside(before + levels.at(end) + resident.stepping)))
-        before -= len(rows)  # a chain's step has a byte at least
-        held = 0  # by blocks so far, in the forms of this run
-        left, reached = 0, end  # where the block before ends, and where its backward begins
+        before -= len(rows)  # every step of a chain counts at least one byte, which is taken off here
+        held = 0  # bytes that the blocks so far hold, in the forms of this run
+        left, reached = 0, end  # where the forward of the block before ends, and where its backward begins
         for (block, cost), form, marks in zip(self.blocks, self._forms, self._marks, strict=True):
             between = max(levels.most(left, marks.entered), levels.most(marks.passed, reached))
             entered = before + levels.at(marks.entered) - held
@@ -158,7 +163,7 @@ class BaseRun:
 
 
 class _Marked(StandIn):
-    """Runs a block, and marks when it begins and ends."""
+    """Runs a block, and marks where its forward and its backward begin and end."""
 
     def __init__(self, module: nn.Module, log: Log) -> None:
         super().__init__(module)
@@ -166,7 +171,7 @@ class _Marked(StandIn):
         self.marks = Marks()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block."""
+        """Run the block, and register hooks that mark its backward."""
         marks, events = self.marks, self._log.events
         marks.entered = len(events)
         result = (self.was or original(self.module))(*args, **kwargs)
@@ -190,7 +195,7 @@ class _Marked(StandIn):
 
 
 class _Levels:
-    """Bytes alive at each event of a log."""
+    """The bytes alive at each event of a log."""
 
     def __init__(self, log: Log, end: int) -> None:
         level, self._levels = 0, [0]
@@ -199,22 +204,22 @@ class _Levels:
             self._levels.append(level)
 
     def at(self, event: int) -> int:
-        """Bytes alive before that event."""
+        """The bytes alive before this event."""
         return self._levels[event]
 
     def most(self, start: int, stop: int) -> int:
-        """The most bytes from before one event to before another."""
+        """The most bytes alive from before event `start` to before event `stop`."""
         return max(self._levels[start : stop + 1], default=0)
 
 
 def _outside(need: int) -> StepCost:
-    """A step outside blocks: it holds nothing that could be dropped (one byte, because a chain's step has one)."""
+    """A step outside blocks: it holds nothing that could be dropped, but counts one byte, as a chain's step must."""
     need = max(0, need - 1)
     return StepCost(1, 1, 0.0, 0.0, working=Working(0, need, need))
 
 
 def _step(cost: BlockCost, entered: int, reached: int) -> StepCost:
-    """A block's step; `entered` and `reached` are bytes outside blocks when its forward and its backward begin."""
+    """The step of a block; `entered` and `reached` are the bytes outside blocks when its forward and backward begin."""
 
     def need(form: FormCost) -> int:
         return max(0, max(entered + form.forward, reached + form.backward) - max(1, form.held))

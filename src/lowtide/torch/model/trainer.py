@@ -1,8 +1,8 @@
-"""A training step as a trainer makes it, planned: all that it runs beside the model, and gradients that wait.
+"""Plans a training step as a trainer runs it: with the code around the model, and with gradients of the batch before.
 
-`plan_model` plans `model(*args)` from no gradients on. A trainer may call the model from a function of its own, and
-gradients of the batch before may be there while the model runs. So, while the model is planned, something stands in for
-its `forward` that runs the whole step, and lets such gradients be there.
+`plan_model` plans `model(*args)`, starting without gradients. A trainer may call the model from a function of its own,
+and the gradients of the batch before may still exist while the model runs. So, during planning, the model's `forward`
+is replaced by a function that creates such gradients and runs the whole step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Step = Callable[..., Any]
 
 
 class Gradients(Enum):
-    """When the gradients of the batch before are let go."""
+    """When the gradients of the batch before are freed."""
 
     BEFORE_FORWARD = "before the forward"
     BEFORE_BACKWARD = "between forward and backward"
@@ -45,27 +45,27 @@ def plan_step(
     """The fastest plan with which `step(*args, **kwargs)`, which runs the model, and its backward stay within a peak.
 
     Args:
-        model: whose submodules are planned; it is left as it was.
+        model: the model whose submodules are planned; it is left as it was.
         step: returns what `loss` takes the loss from. It may call the model, or only submodules of it.
-        args: what it is called with.
-        kwargs: more of that.
+        args: the arguments of `step`.
+        kwargs: its keyword arguments.
         peak: see `plan_model`.
         optimizer: see `plan_model`.
-        gradients: when those of the batch before are let go.
+        gradients: when the gradients of the batch before are freed.
         loss: see `plan_model`.
     """
     with standing_in([_WholeStep(model, step, gradients)]):
-        # In a tuple and a dictionary, so that no name of theirs is one of `plan_model`'s.
+        # As two arguments, so that no keyword of the step is taken for one of `plan_model`.
         return plan_model(model, args, kwargs, peak=peak, optimizer=optimizer, loss=loss)
 
 
 def in_short(plan: Plan) -> str:
-    """The plan without its table of blocks."""
+    """The plan as text, without its table of blocks."""
     return "\n".join(f"{name:<8}  {text}" for name, text in plan.lines())
 
 
 class _WholeStep(StandIn):
-    """Runs a whole step where the model is called, and the model where the step calls it."""
+    """Runs the whole step when the model is called, and the model itself when the step calls it."""
 
     def __init__(self, model: nn.Module, step: Step, gradients: Gradients) -> None:
         super().__init__(model)
@@ -80,7 +80,8 @@ class _WholeStep(StandIn):
         self._runs = True
         try:
             for parameter in self.module.parameters():
-                parameter.grad = None  # of an earlier run; one that waits is made anew, so that it is seen
+                # Free a gradient of an earlier run. One of the batch before is made here, so that it is tracked.
+                parameter.grad = None
                 if parameter.requires_grad and self._gradients is not Gradients.BEFORE_FORWARD:
                     parameter.grad = torch.zeros_like(parameter)
             result = self._step(*args[0], **args[1])

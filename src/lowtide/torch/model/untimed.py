@@ -1,6 +1,6 @@
-"""Costs that are the same at every time and place: measured bytes, and counts in place of measured seconds.
+"""Costs that are the same in every run: measured bytes, with other numbers in place of measured seconds.
 
-Which forms are chosen depends on seconds, and these differ from run to run. The least peak that works must not, or an
+The choice of forms depends on seconds, which differ from run to run. The least peak that works must not differ, or an
 error could name one that does not work the next time.
 """
 
@@ -13,14 +13,14 @@ from lowtide.chain import Chain, StepCost, TapeOption
 from lowtide.forms import Form
 from lowtide.torch.layers.costs import MeasuredLayers
 
-_LEAN_SECONDS = 0.1  # for making part of a tape again, where running a layer again takes 1
+_LEAN_SECONDS = 0.1  # of recomputing a byte of tape in a lean form; rerunning a layer takes 1 for each byte
 
 
 def untimed(chain: Chain, unsettled: Container[tuple[str, Form | None]]) -> Chain:
-    """A chain of blocks in which forms that come later on a menu take longer.
+    """The chain with seconds that depend only on the menus: a form that comes later takes longer.
 
-    Those that are `unsettled`, each the name of a block and a form, are like keeping everything, and so never
-    chosen.
+    Forms in `unsettled`, each the name of a block and a form, get the bytes of keeping everything, so that they are
+    never chosen.
     """
 
     def options(name: str, step: StepCost) -> tuple[TapeOption, ...]:
@@ -36,7 +36,7 @@ def untimed(chain: Chain, unsettled: Container[tuple[str, Form | None]]) -> Chai
 
 
 def untimed_layers(row: MeasuredLayers) -> MeasuredLayers:
-    """A row of layers, each of which takes as long as its tape is large."""
+    """The row of layers with seconds in proportion to bytes: each layer takes as long as its tape is large."""
     assert row.chain is not None
 
     def by_bytes(step: StepCost) -> StepCost:
