@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -11,11 +14,21 @@ settings.register_profile("lowtide", deadline=None, derandomize=True, print_blob
 settings.load_profile("lowtide")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lines are counted in the tests that are neither long nor slow: they reach all of them, and tracing takes time."""
-    for item in items:
-        if any(item.get_closest_marker(name) for name in ("long", "slow")):
-            item.add_marker("no_cover")
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Lines are counted in the tests that are neither long nor slow: these reach all of them, and tracing takes time.
+
+    pytest-cov's own mark for this does nothing in a worker: two tracers are at work there, and it stops one.
+    """
+    traced = sys.gettrace(), threading.gettrace()
+    if any(item.get_closest_marker(name) for name in ("long", "slow")):
+        sys.settrace(None)
+        threading.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(traced[0])
+        threading.settrace(traced[1])
 
 
 def pytest_collection_finish() -> None:

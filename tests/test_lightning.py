@@ -210,7 +210,6 @@ def test_training_steps_of_other_kinds(kind: type[_Network]) -> None:
     assert ("(optimizer step)" in callback.plan.chain.names) == (kind is _WithoutIndex)
 
 
-@pytest.mark.long
 def test_a_larger_batch_can_be_planned_for() -> None:
     batch = [torch.zeros(4 * _BATCH, 32), torch.zeros(4 * _BATCH, dtype=torch.long)]
     callback = LowtideCallback("8MB", batch=batch, verbose=False)
