@@ -38,6 +38,9 @@ from tests.torch.lean.drawn_programs import (
     programs,
 )
 
+# What torch says of some drawn programs, once in a process, when they run plainly.
+pytestmark = pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated:UserWarning")
+
 Outcome = list[torch.Tensor | None] | str
 
 
