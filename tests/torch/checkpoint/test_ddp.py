@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide.torch as lt
 from lowtide.torch.state.bits import same_bits
+from tests.torch.checkpoint.calls import plainly
 
 WORLD = 2
 OPTIONS: list[dict[str, Any]] = [
@@ -27,10 +28,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"find_unused_parameters": True, "broadcast_buffers": False},
     {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
 ]
-
-
-def _plainly(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 class _Model(nn.Module):
@@ -75,7 +72,7 @@ def _work(rank: int, folder: str, interface: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD)
     for options in OPTIONS:
-        expected = _train(_plainly, rank, options)
+        expected = _train(plainly, rank, options)
         found = _train(lt.checkpoint, rank, options)
         assert len(expected) == len(found) > 20
         assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True)), options

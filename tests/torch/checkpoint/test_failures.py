@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count, repeat
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -23,48 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import lowtide.torch as lt
 from lowtide import CheckpointError
-from lowtide.torch.state.bits import same_bits
-
-Function = Callable[..., Any]
-
-
-class _Log:
-    """Notes that outlive reruns: changes of lists and attributes are put back, those of a queue are not."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-
-    def append(self, item: Any) -> None:
-        self._queue.put(item)
-
-    def items(self) -> list[Any]:
-        found = [self._queue.get() for _ in range(self._queue.qsize())]
-        for item in found:
-            self._queue.put(item)
-        return found
-
-
-def _leaf(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-
-
-def _plainly(function: Function, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def _same(left: Any, right: Any) -> None:
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        assert (a is None and b is None) or same_bits(a, b)
-
-
-def _both(run: Callable[[Function], Any]) -> None:
-    """The run with the plain call in place of checkpoint, and with it, from the same seed: the same tensors."""
-    torch.manual_seed(1)
-    expected = run(_plainly)
-    torch.manual_seed(1)
-    _same(run(lt.checkpoint), expected)
-
+from tests.torch.checkpoint.calls import Function, Log, both, drawn_leaf, plainly, same
 
 # Buffers and attributes are changed once
 
@@ -72,7 +30,7 @@ def _both(run: Callable[[Function], Any]) -> None:
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("form", ["module", "closure", "partial", "method", "nested"])
 def test_batch_norm_counts_once(form: str, momentum: float | None) -> None:
-    x = _leaf(6, 3)
+    x = drawn_leaf(6, 3)
 
     def run(checkpoint: Function) -> Any:
         net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=momentum), nn.Tanh(), nn.Linear(4, 2))
@@ -91,11 +49,11 @@ def test_batch_norm_counts_once(form: str, momentum: float | None) -> None:
         assert all(buffer is buffers[name] for name, buffer in net.named_buffers())
         return [y, *first, *grads, *net.buffers()]
 
-    _both(run)
+    both(run)
 
 
 def test_batch_norm_counts_every_call_of_a_loop_and_every_backward_once() -> None:
-    x = _leaf(6, 4)
+    x = drawn_leaf(6, 4)
 
     def run(checkpoint: Function) -> Any:
         norm = nn.BatchNorm1d(4)
@@ -107,13 +65,13 @@ def test_batch_norm_counts_every_call_of_a_loop_and_every_backward_once() -> Non
         assert int(norm.num_batches_tracked or 0) == 5
         return [*first, *second, *norm.buffers()]
 
-    _both(run)
+    both(run)
 
 
 @pytest.mark.parametrize("normalise", [nn.functional.batch_norm, nn.functional.instance_norm])
 @pytest.mark.parametrize("how", ["arguments", "keywords", "closed over"])
 def test_statistics_that_are_no_buffers_are_updated_once(normalise: Function, how: str) -> None:
-    x = _leaf(6, 3, 4)
+    x = drawn_leaf(6, 3, 4)
     word = "training" if normalise is nn.functional.batch_norm else "use_input_stats"
 
     def run(checkpoint: Function) -> Any:
@@ -128,17 +86,17 @@ def test_statistics_that_are_no_buffers_are_updated_once(normalise: Function, ho
         grads = torch.autograd.grad(y.square().sum(), x)
         return [y, *first, *grads, mean, var]
 
-    _both(run)
+    both(run)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_a_lazy_module_gets_its_parameters_in_the_first_run() -> None:
     def run(checkpoint: Function) -> Any:
-        net, x = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)), _leaf(5, 3)
+        net, x = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)), drawn_leaf(5, 3)
         y = checkpoint(net, x)
         return [y, *torch.autograd.grad(y.square().sum(), [x, *net.parameters()])]
 
-    _both(run)
+    both(run)
 
 
 class _Cell(nn.Module):
@@ -198,7 +156,7 @@ CELLS: dict[str, Callable[[], tuple[Any, Function]]] = {
 @pytest.mark.parametrize("kind", CELLS)
 @pytest.mark.parametrize("calls", [1, 4])
 def test_a_cell_that_keeps_its_voltage_gets_the_right_gradient(kind: str, calls: int) -> None:
-    xs = [_leaf(1, seed=k)[0].detach().requires_grad_() for k in range(calls)]
+    xs = [drawn_leaf(1, seed=k)[0].detach().requires_grad_() for k in range(calls)]
 
     def run(checkpoint: Function) -> Any:
         cell, function = CELLS[kind]()
@@ -208,7 +166,7 @@ def test_a_cell_that_keeps_its_voltage_gets_the_right_gradient(kind: str, calls:
         assert cell.v is v
         return [*ys, v, *grads]
 
-    _both(run)
+    both(run)
 
 
 def test_a_plain_object_closed_over_is_right_or_an_error() -> None:
@@ -219,12 +177,12 @@ def test_a_plain_object_closed_over_is_right_or_an_error() -> None:
         y = checkpoint(lambda x: cell(x), checkpoint(lambda x: cell(x), x))
         return torch.autograd.grad(y, cell.w)
 
-    expected = run(_plainly)
+    expected = run(plainly)
     try:
         found = run(lt.checkpoint)
     except CheckpointError:
         return
-    _same(found, expected)
+    same(found, expected)
 
 
 class _Counting(nn.Module):
@@ -244,15 +202,15 @@ class _Counting(nn.Module):
 
 
 def test_numbers_and_containers_of_a_module_are_changed_once() -> None:
-    net, plain, x = _Counting(), _Counting(), _leaf(3)
+    net, plain, x = _Counting(), _Counting(), drawn_leaf(3)
     y = lt.checkpoint(net, lt.checkpoint(net, x))
     found = torch.autograd.grad(y.sum(), x)
     assert (net.calls, net.log, net.seen) == (2, [1, 2], {"last": 2})
-    _same(found, torch.autograd.grad(plain(plain(x)).sum(), x))
+    same(found, torch.autograd.grad(plain(plain(x)).sum(), x))
 
 
 def test_a_failed_backward_leaves_the_modules_state() -> None:
-    net, x = nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()), _leaf(5, 3)
+    net, x = nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()), drawn_leaf(5, 3)
     calls = iter([None, ValueError("rerun")])
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -266,12 +224,12 @@ def test_a_failed_backward_leaves_the_modules_state() -> None:
     before = [buffer.clone() for buffer in net.buffers()]
     with pytest.raises(ValueError, match="rerun"):
         y.sum().backward()
-    _same(list(net.buffers()), before)
+    same(list(net.buffers()), before)
 
 
 def test_an_exception_in_the_function_leaves_what_the_plain_call_leaves() -> None:
     def run(checkpoint: Function) -> Any:
-        net, x = nn.BatchNorm1d(3), _leaf(5, 3)
+        net, x = nn.BatchNorm1d(3), drawn_leaf(5, 3)
 
         def function(x: torch.Tensor) -> None:
             net(x).exp()
@@ -281,7 +239,7 @@ def test_an_exception_in_the_function_leaves_what_the_plain_call_leaves() -> Non
             checkpoint(function, x)
         return [buffer.clone() for buffer in net.buffers()]
 
-    _both(run)
+    both(run)
 
 
 # Random numbers of every kind repeat
@@ -344,7 +302,7 @@ OBJECTS = [
 
 
 def _noisy(checkpoint: Function, draws: _Draws, function: Function, *args: Any, **kwargs: Any) -> Any:
-    w = _leaf(3)
+    w = drawn_leaf(3)
     y = checkpoint(function, w, *args, **kwargs)
     other = checkpoint(function, w * 2, *args, **kwargs)
     grads = torch.autograd.grad((y * other).sum(), w)
@@ -375,7 +333,7 @@ def test_draws_repeat(kind: str, how: str) -> None:
             return _noisy(checkpoint, draws, lambda w, d: (w * d[0].draw()).sin() * w, [draws])
         return _noisy(checkpoint, draws, _Noisy(draws))
 
-    _both(run)
+    both(run)
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
@@ -390,7 +348,7 @@ def test_draws_from_bare_generators_given_as_arguments_repeat(kind: str) -> None
             return _noisy(checkpoint, draws, lambda w, g: (w * float(g.rand())).sin() * w, draws.legacy)
         return _noisy(checkpoint, draws, lambda w, *, g: (w * g.random()).sin() * w, g=draws.python)
 
-    _both(run)
+    both(run)
 
 
 _OUT_OF_SIGHT: dict[str, Any] = {}
@@ -406,24 +364,24 @@ def test_draws_from_objects_out_of_sight_repeat_or_are_an_error(kind: str) -> No
         _OUT_OF_SIGHT["draws"] = draws = _Draws(kind)
         return _noisy(checkpoint, draws, lambda w: (w * _draw_out_of_sight()).sin() * w)
 
-    expected = run(_plainly)
+    expected = run(plainly)
     try:
         found = run(lambda *args, **kwargs: lt.checkpoint(*args, check_rerun=True, **kwargs))
     except CheckpointError:
         return
-    _same(found, expected)
+    same(found, expected)
 
 
 def test_slopes_drawn_inside_an_operation_repeat() -> None:
     """rrelu fills the tensor that autograd saves after it was saved."""
-    x = _leaf(50)
+    x = drawn_leaf(50)
 
     def run(checkpoint: Function) -> Any:
         y = checkpoint(lambda x: nn.functional.rrelu(x * 1, training=True), x)
         torch.rand(3)
         return [y, *torch.autograd.grad(y.sum(), x)]
 
-    _both(run)
+    both(run)
 
 
 def test_reseeding_in_the_function_is_as_in_the_plain_run() -> None:
@@ -432,21 +390,21 @@ def test_reseeding_in_the_function_is_as_in_the_plain_run() -> None:
             torch.manual_seed(5)
             return nn.functional.dropout(w.sin(), 0.5) * torch.rand(3)
 
-        w = _leaf(3)
+        w = drawn_leaf(3)
         y = checkpoint(function, w)
         torch.rand(2)
         before = torch.get_rng_state()
         grads = torch.autograd.grad(y.sum(), w)
         return [y, *grads, before, torch.get_rng_state()]
 
-    _both(run)
+    both(run)
 
 
 # The rerun's surroundings
 
 
 def test_the_default_dtype_is_as_it_was() -> None:
-    w = _leaf(3)
+    w = drawn_leaf(3)
 
     def run(checkpoint: Function) -> Any:
         torch.set_default_dtype(torch.float64)
@@ -457,11 +415,11 @@ def test_the_default_dtype_is_as_it_was() -> None:
         assert y.dtype == torch.float64
         return [y, *torch.autograd.grad(y.sum(), w)]
 
-    _both(run)
+    both(run)
 
 
 def test_the_default_dtype_of_the_backward_does_not_matter_and_is_left() -> None:
-    w = _leaf(3)
+    w = drawn_leaf(3)
     y = lt.checkpoint(lambda w: (w * torch.full((3,), 0.1)).sin(), w)
     torch.set_default_dtype(torch.float64)
     try:
@@ -469,12 +427,12 @@ def test_the_default_dtype_of_the_backward_does_not_matter_and_is_left() -> None
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-    _same(found, torch.autograd.grad((w * torch.full((3,), 0.1)).sin().sum(), w))
+    same(found, torch.autograd.grad((w * torch.full((3,), 0.1)).sin().sum(), w))
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 def test_the_attention_kernel_is_as_it_was(backend: SDPBackend) -> None:
-    q, k, v = (_leaf(2, 2, 8, 16, seed=seed) for seed in range(3))
+    q, k, v = (drawn_leaf(2, 2, 8, 16, seed=seed) for seed in range(3))
 
     def run(checkpoint: Function) -> Any:
         with sdpa_kernel(backend):
@@ -483,7 +441,7 @@ def test_the_attention_kernel_is_as_it_was(backend: SDPBackend) -> None:
         with sdpa_kernel(other):
             return [y, *torch.autograd.grad(y.square().sum(), [q, k, v])]
 
-    _both(run)
+    both(run)
 
 
 _scale = 1.0
@@ -504,17 +462,17 @@ def _scaled_sine(w: torch.Tensor) -> torch.Tensor:
 
 
 def test_contexts_that_are_named_are_entered_for_the_rerun() -> None:
-    w = _leaf(3)
+    w = drawn_leaf(3)
 
     def run(checkpoint: Function) -> Any:
-        options: dict[str, Any] = {} if checkpoint is _plainly else {"contexts": [lambda: _scaled(3.0)]}
+        options: dict[str, Any] = {} if checkpoint is plainly else {"contexts": [lambda: _scaled(3.0)]}
         with _scaled(3.0):
             y = checkpoint(_scaled_sine, w, **options)
         grads = torch.autograd.grad(y.sum(), w)
         assert _scale == 1.0
         return [y, *grads]
 
-    _both(run)
+    both(run)
 
 
 # Tensors in lists, dicts and keywords are inputs like others
@@ -527,7 +485,7 @@ def _change(tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("where", ["argument", "keyword", "list", "dict", "nested", "keyword list"])
 def test_an_input_changed_in_place_is_an_error(where: str) -> None:
-    leaf = _leaf(3)
+    leaf = drawn_leaf(3)
     x = leaf * 1
 
     def sine(x: torch.Tensor) -> torch.Tensor:
@@ -549,7 +507,7 @@ def test_an_input_changed_in_place_is_an_error(where: str) -> None:
 
 def test_an_input_changed_in_place_in_the_function_itself_is_as_plain_or_an_error() -> None:
     def run(checkpoint: Function) -> Any:
-        leaf = _leaf(3)
+        leaf = drawn_leaf(3)
 
         def function(x: torch.Tensor) -> torch.Tensor:
             x.mul_(2)
@@ -558,44 +516,44 @@ def test_an_input_changed_in_place_in_the_function_itself_is_as_plain_or_an_erro
         y = checkpoint(function, leaf * 1)
         return torch.autograd.grad(y.sum(), leaf)
 
-    expected = run(_plainly)
+    expected = run(plainly)
     try:
         found = run(lt.checkpoint)
     except RuntimeError:
         return
-    _same(found, expected)
+    same(found, expected)
 
 
 def test_an_output_changed_in_place_is_as_plain() -> None:
     def run(checkpoint: Function) -> Any:
-        leaf = _leaf(3)
+        leaf = drawn_leaf(3)
         y = checkpoint(lambda x: (x.sin() * x).cos() * 2, leaf * 1)
         y.mul_(3).add_(leaf)
         return torch.autograd.grad(y.sum(), leaf)
 
-    _both(run)
+    both(run)
 
 
 def test_a_residual_sum_in_place_is_right_or_an_error() -> None:
     """x is the argument, and changed afterwards: the plain run is right where exp saved only its result."""
 
     def run(checkpoint: Function) -> Any:
-        leaf = _leaf(3)
+        leaf = drawn_leaf(3)
         x = leaf * 1
         x += checkpoint(lambda x: (x * 2).exp(), x)
         return torch.autograd.grad(x.sum(), leaf)
 
-    expected = run(_plainly)
+    expected = run(plainly)
     try:
         found = run(lt.checkpoint)
     except CheckpointError:
         return
-    _same(found, expected)
+    same(found, expected)
 
 
 def test_containers_that_the_function_changes_are_as_they_were_in_the_rerun() -> None:
     def run(checkpoint: Function) -> Any:
-        x, w = _leaf(3), _leaf(3, seed=1)
+        x, w = drawn_leaf(3), drawn_leaf(3, seed=1)
 
         def function(options: dict[str, Any], stack: list[Any], *, table: dict[str, Any]) -> Any:
             y = options.pop("x") * stack.pop()
@@ -611,22 +569,22 @@ def test_containers_that_the_function_changes_are_as_they_were_in_the_rerun() ->
         assert (options, stack, table) == after == ({}, [1, "used"], {"inner": [1, 1], "more": 1})
         return [y, *grads]
 
-    _both(run)
+    both(run)
 
 
 def test_containers_that_the_caller_changes_later_do_not_matter() -> None:
-    x, w = _leaf(3), _leaf(3, seed=1)
+    x, w = drawn_leaf(3), drawn_leaf(3, seed=1)
     given = {"x": [x]}
     y = lt.checkpoint(lambda given: (given["x"][0] * w).sin(), given)
     given["x"][0] = torch.zeros(3)
     given["x"].append(x)
-    _same(torch.autograd.grad(y.sum(), [x, w]), torch.autograd.grad((x * w).sin().sum(), [x, w]))
+    same(torch.autograd.grad(y.sum(), [x, w]), torch.autograd.grad((x * w).sin().sum(), [x, w]))
 
 
 @pytest.mark.parametrize("where", ["argument", "keyword", "list", "dict", "keyword list", "tuple", "closed over"])
 def test_tensors_handed_to_an_inner_checkpoint_are_freed(where: str) -> None:
-    x = _leaf(64)
-    made = _Log()
+    x = drawn_leaf(64)
+    made = Log()
 
     def sine(y: torch.Tensor) -> torch.Tensor:
         return y.sin().cos()
@@ -648,7 +606,7 @@ def test_tensors_handed_to_an_inner_checkpoint_are_freed(where: str) -> None:
     out = lt.checkpoint(outer, x, early_stop=False)
     if where != "closed over":  # a closure belongs to the function, and is held with it
         assert all(reference.expired() for reference in made.items())
-    _same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(x.exp().sin().cos().sum(), x))
+    same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(x.exp().sin().cos().sum(), x))
     del out
     assert len(made.items()) == 2
     assert all(reference.expired() for reference in made.items())
@@ -721,7 +679,7 @@ CHANGES: dict[str, Callable[[_Net], object]] = {
 def test_a_module_changed_before_the_backward_is_right_or_an_error(change: str, form: str) -> None:
     def run(checkpoint: Function, changed: bool) -> Any:
         torch.manual_seed(2)
-        net, x = _Net(), _leaf(5, 3)
+        net, x = _Net(), drawn_leaf(5, 3)
         leaves = [x, *net.parameters()]
         forms: dict[str, Function] = {"module": net, "closure": lambda x: net(x), "method": net.forward}
         y = checkpoint(forms[form], x)
@@ -729,18 +687,18 @@ def test_a_module_changed_before_the_backward_is_right_or_an_error(change: str, 
             CHANGES[change](net)
         return torch.autograd.grad(y.sum(), leaves)
 
-    expected = run(_plainly, False)
+    expected = run(plainly, False)
     try:
         found = run(lt.checkpoint, True)
     except RuntimeError:
         return
-    _same(found, expected)
+    same(found, expected)
 
 
 @pytest.mark.parametrize("change", ["in place", "rebound", "number rebound", "global rebound", "list"])
 def test_a_closed_over_value_changed_before_the_backward_is_right_or_an_error(change: str) -> None:
     global _scale
-    x, weight = _leaf(3), _leaf(3, seed=1)
+    x, weight = drawn_leaf(3), drawn_leaf(3, seed=1)
     w, factor, bag = weight * 1, 2.0, [weight * 1]
     expected = torch.autograd.grad(((x * 1) * w * factor * bag[0] * _scale).sin().sum(), [x, weight], retain_graph=True)
 
@@ -764,7 +722,7 @@ def test_a_closed_over_value_changed_before_the_backward_is_right_or_an_error(ch
             found = torch.autograd.grad(y.sum(), [x, weight])
         except RuntimeError:
             return
-        _same(found, expected)
+        same(found, expected)
     finally:
         _scale = 1.0
 
@@ -777,7 +735,7 @@ def _nested(x: torch.Tensor, depth: int) -> torch.Tensor:
 
 
 def _deep(depth: int) -> tuple[Any, Any]:
-    x = _leaf(2)
+    x = drawn_leaf(2)
     y = x
     for _ in range(depth + 1):
         y = y.sin()
@@ -787,7 +745,7 @@ def _deep(depth: int) -> tuple[Any, Any]:
 def test_nested_150_deep_within_pythons_own_limit() -> None:
     assert sys.getrecursionlimit() == 1000
     found, expected = _deep(150)
-    _same(found, expected)
+    same(found, expected)
 
 
 @pytest.mark.parametrize("depth", [200, 300, 450, 900, 5_000])
@@ -801,7 +759,7 @@ def test_deeper_than_pythons_stack_is_right_or_a_clear_error(depth: int) -> None
         assert "deep" in refusal
         assert "recursion" in refusal.lower()
     else:
-        _same(found, expected)
+        same(found, expected)
 
 
 def test_after_too_deep_a_nesting_everything_works_again() -> None:
@@ -809,7 +767,7 @@ def test_after_too_deep_a_nesting_everything_works_again() -> None:
         _deep(5_000)
     assert not lt.is_recomputing()
     found, expected = _deep(20)
-    _same(found, expected)
+    same(found, expected)
 
 
 def test_a_recursion_of_the_functions_own_is_its_own_error() -> None:
@@ -817,7 +775,7 @@ def test_a_recursion_of_the_functions_own_is_its_own_error() -> None:
         return endless(x)
 
     with pytest.raises(RecursionError):
-        lt.checkpoint(endless, _leaf(3))
+        lt.checkpoint(endless, drawn_leaf(3))
 
 
 def test_with_a_higher_limit_it_nests_deeper() -> None:
@@ -839,37 +797,37 @@ def test_with_a_higher_limit_it_nests_deeper() -> None:
         sys.setrecursionlimit(limit)
         threading.stack_size(size)
     found, expected = outcome
-    _same(found, expected)
+    same(found, expected)
 
 
 # Values, names, words
 
 
 def test_check_rerun_finds_values_that_differ_though_shapes_agree() -> None:
-    x, numbers = _leaf(3), iter([1.25, 1.75])
+    x, numbers = drawn_leaf(3), iter([1.25, 1.75])
     y = lt.checkpoint(lambda x: (x * next(numbers)).sin(), x, check_rerun=True)
     with pytest.raises(CheckpointError):
         y.sum().backward()
 
 
 def test_check_rerun_finds_a_single_bit_and_an_unused_difference() -> None:
-    x, numbers = _leaf(3), iter([1.0, 1.0 + 2**-23])
+    x, numbers = drawn_leaf(3), iter([1.0, 1.0 + 2**-23])
     y = lt.checkpoint(lambda x: (x * 3 * torch.tensor(next(numbers))).sin(), x, check_rerun=True)
     with pytest.raises(CheckpointError):
         y.sum().backward()
 
 
 def test_check_rerun_is_content_with_what_repeats() -> None:
-    x = _leaf(5, 3)
+    x = drawn_leaf(5, 3)
 
     def run(checkpoint: Function) -> Any:
         net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Tanh())
-        options: dict[str, Any] = {} if checkpoint is _plainly else {"check_rerun": True}
+        options: dict[str, Any] = {} if checkpoint is plainly else {"check_rerun": True}
         y = checkpoint(net, x, **options)
         nan = checkpoint(lambda x: (x * float("nan")).sin(), x, **options)
         return torch.autograd.grad(y.sum() + nan.sum(), [x, *net.parameters()])
 
-    _both(run)
+    both(run)
 
 
 class _Flaky(nn.Module):
@@ -925,7 +883,7 @@ def test_errors_name_the_two_values() -> None:
 
 
 def test_errors_about_fewer_tensors_give_both_numbers() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     kinds: Iterator[Function] = iter([lambda x: x.sin().exp().tanh(), lambda x: x.sin()])
     y = lt.checkpoint(lambda x: next(kinds)(x), x)
     with pytest.raises(CheckpointError) as caught:
@@ -935,7 +893,7 @@ def test_errors_about_fewer_tensors_give_both_numbers() -> None:
 
 
 def test_is_recomputing_in_the_rerun_and_nowhere_else() -> None:
-    x, seen = _leaf(3), _Log()
+    x, seen = drawn_leaf(3), Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         seen.append(lt.is_recomputing())
@@ -953,19 +911,19 @@ def test_is_recomputing_in_the_rerun_and_nowhere_else() -> None:
 
 
 def test_determinism_check_none_lets_other_shapes_pass() -> None:
-    x, kinds = _leaf(3), iter([torch.tensor(2.0), torch.tensor([2.0])])
+    x, kinds = drawn_leaf(3), iter([torch.tensor(2.0), torch.tensor([2.0])])
     y = lt.checkpoint(lambda x: (x * 1) * next(kinds), x, determinism_check="none")
-    _same(torch.autograd.grad(y.sum(), x), [torch.full((3,), 2.0)])
+    same(torch.autograd.grad(y.sum(), x), [torch.full((3,), 2.0)])
 
 
 @pytest.mark.parametrize("word", ["other", "", None, 3])
 def test_other_determinism_checks_are_refused(word: Any) -> None:
     with pytest.raises(ValueError, match="determinism_check"):
-        lt.checkpoint(lambda x: x.sin(), _leaf(3), determinism_check=word)
+        lt.checkpoint(lambda x: x.sin(), drawn_leaf(3), determinism_check=word)
 
 
 def test_debug_shows_the_ops_of_both_runs() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     kinds: Iterator[Function] = iter([lambda x: x.sinh().cosh().exp(), lambda x: x.atan()])
     y = lt.checkpoint(lambda x: next(kinds)(x), x, debug=True)
     with pytest.raises(CheckpointError) as caught:
@@ -974,17 +932,17 @@ def test_debug_shows_the_ops_of_both_runs() -> None:
 
 
 def test_debug_changes_no_result() -> None:
-    net, x = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Tanh()), _leaf(2, 3)
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Tanh()), drawn_leaf(2, 3)
 
     def run(checkpoint: Function) -> Any:
-        options: dict[str, Any] = {} if checkpoint is _plainly else {"debug": True}
+        options: dict[str, Any] = {} if checkpoint is plainly else {"debug": True}
         return torch.autograd.grad(checkpoint(net, x, **options).sum(), [x, *net.parameters()])
 
-    _both(run)
+    both(run)
 
 
 def test_context_fn_gives_one_context_to_each_run() -> None:
-    x, order = _leaf(3), _Log()
+    x, order = drawn_leaf(3), Log()
 
     @contextmanager
     def named(name: str) -> Iterator[None]:
@@ -1000,7 +958,7 @@ def test_context_fn_gives_one_context_to_each_run() -> None:
 
     y = lt.checkpoint(function, x, context_fn=lambda: (named("forward"), named("rerun")))
     assert order.items() == ["in forward", "run", "out forward"]
-    _same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
+    same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
     assert order.items()[3:] == ["in rerun", "run", "out rerun"]
 
 
@@ -1016,7 +974,7 @@ class _OpCounter(TorchDispatchMode):
 
 @pytest.mark.parametrize("saved", [torch.ops.aten.mm.default, torch.ops.aten.sin.default])
 def test_selective_checkpoint_contexts_keep_what_the_policy_says(saved: Any) -> None:
-    x, w = _leaf(3, 3), _leaf(3, 3, seed=1)
+    x, w = drawn_leaf(3, 3), drawn_leaf(3, 3, seed=1)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return ((x @ w).sin() @ w).exp().sin()
@@ -1027,7 +985,7 @@ def test_selective_checkpoint_contexts_keep_what_the_policy_says(saved: Any) -> 
     y = lt.checkpoint(function, x, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
     with _OpCounter() as counter:
         found = torch.autograd.grad(y.sum(), [x, w])
-    _same(found, torch.autograd.grad(function(x).sum(), [x, w]))
+    same(found, torch.autograd.grad(function(x).sum(), [x, w]))
     name = saved.overloadpacket.__name__
     other = "sin" if name == "mm" else "exp"
     backward_only = {"mm": 4, "sin": 0, "exp": 0}  # products of the backward itself
@@ -1053,19 +1011,19 @@ class _Twice(torch.autograd.Function):
 
 
 def test_saved_tensors_may_be_asked_for_twice() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     twice: Function = _Twice.apply
-    _both(lambda checkpoint: torch.autograd.grad(checkpoint(lambda x: twice(x * 1).sin(), x).sum(), x))
-    _both(lambda checkpoint: torch.autograd.grad(checkpoint(twice, x).sum(), x))
+    both(lambda checkpoint: torch.autograd.grad(checkpoint(lambda x: twice(x * 1).sin(), x).sum(), x))
+    both(lambda checkpoint: torch.autograd.grad(checkpoint(twice, x).sum(), x))
 
 
 def test_saved_tensors_may_be_looked_at_from_outside() -> None:
     """Such as by a tool that draws the graph: it costs a rerun, and the gradient stays right."""
-    x = _leaf(3)
+    x = drawn_leaf(3)
     y = lt.checkpoint(lambda x: (x * 2).sin(), x)
     node: Any = y.grad_fn
-    _same([node._saved_self.detach()], [(x * 2).detach()])
-    _same(torch.autograd.grad(y.sum(), x), torch.autograd.grad((x * 2).sin().sum(), x))
+    same([node._saved_self.detach()], [(x * 2).detach()])
+    same(torch.autograd.grad(y.sum(), x), torch.autograd.grad((x * 2).sin().sum(), x))
 
 
 def _cubic(x: torch.Tensor) -> torch.Tensor:
@@ -1087,15 +1045,15 @@ def _cubic(x: torch.Tensor) -> torch.Tensor:
     ids=["grad", "vmap of grad", "jacrev", "vjp", "jvp", "hessian"],
 )
 def test_torch_func_over_it(transform: Any) -> None:
-    x = _leaf(3).detach()
+    x = drawn_leaf(3).detach()
     found = transform(lambda x: lt.checkpoint(_cubic, x).sum())(x)
     expected = transform(lambda x: _cubic(x).sum())(x)
-    _same(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected))
+    same(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected))
 
 
 def test_torch_func_inside_it_is_right_or_an_error() -> None:
     """torch.func refuses saved-tensor hooks around it."""
-    x, w = _leaf(3), _leaf(3, seed=1)
+    x, w = drawn_leaf(3), drawn_leaf(3, seed=1)
 
     def function(x: torch.Tensor) -> Any:
         return torch.func.grad(lambda x: (x * w).sin().exp().sum())(x).cos()
@@ -1104,33 +1062,33 @@ def test_torch_func_inside_it_is_right_or_an_error() -> None:
         found = torch.autograd.grad(lt.checkpoint(function, x).sum(), [x, w])
     except RuntimeError:
         return
-    _same(found, torch.autograd.grad(function(x).sum(), [x, w]))
+    same(found, torch.autograd.grad(function(x).sum(), [x, w]))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_forward_mode_passes_through() -> None:
-    x = _leaf(3).detach()
+    x = drawn_leaf(3).detach()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones(3))
         found = torch.autograd.forward_ad.unpack_dual(lt.checkpoint(_cubic, dual)).tangent
         expected = torch.autograd.forward_ad.unpack_dual(_cubic(dual)).tangent
-    _same([found], [expected])
+    same([found], [expected])
 
 
 def test_functional_call_parameters_are_right() -> None:
-    net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), _leaf(2, 3)
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), drawn_leaf(2, 3)
     others = {name: (p.detach() * 2).requires_grad_() for name, p in net.named_parameters()}
 
     def run(checkpoint: Function) -> Any:
         y = checkpoint(lambda x: torch.func.functional_call(net, others, (x,)).sin(), x)
         return torch.autograd.grad(y.sum(), [x, *others.values()])
 
-    _both(run)
+    both(run)
 
 
 def test_functional_call_outside_is_right_or_an_error() -> None:
     """The parameters are put back before the backward, so a careless rerun would use others."""
-    net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), _leaf(2, 3)
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), drawn_leaf(2, 3)
     others = {name: (p.detach() * 2).requires_grad_() for name, p in net.named_parameters()}
 
     class Outer(nn.Module):
@@ -1147,12 +1105,12 @@ def test_functional_call_outside_is_right_or_an_error() -> None:
         y = torch.func.functional_call(Outer(checkpoint), names, (x,))
         return torch.autograd.grad(y.sum(), [x, *others.values()])
 
-    expected = run(_plainly)
+    expected = run(plainly)
     try:
         found = run(lt.checkpoint)
     except CheckpointError:
         return
-    _same(found, expected)
+    same(found, expected)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.LSTM(3, 4), lambda: nn.MultiheadAttention(4, 2, dropout=0.3)])
@@ -1160,19 +1118,19 @@ def test_modules_with_several_inputs_and_outputs(make: Callable[[], nn.Module]) 
     def run(checkpoint: Function) -> Any:
         net = make()
         if isinstance(net, nn.LSTM):
-            x = _leaf(5, 2, 3)
-            y, (h, c) = checkpoint(net, x, (_leaf(1, 2, 4), _leaf(1, 2, 4, seed=2)))
+            x = drawn_leaf(5, 2, 3)
+            y, (h, c) = checkpoint(net, x, (drawn_leaf(1, 2, 4), drawn_leaf(1, 2, 4, seed=2)))
             total = y.sum() + (h * c).sum()
         else:
-            x = _leaf(5, 2, 4)
+            x = drawn_leaf(5, 2, 4)
             total = checkpoint(net, x, x * 2, value=x.sin(), need_weights=False)[0].square().sum()
         return torch.autograd.grad(total, [x, *net.parameters()], allow_unused=True)
 
-    _both(run)
+    both(run)
 
 
 def test_parametrizations_and_weight_norm() -> None:
-    x = _leaf(2, 3)
+    x = drawn_leaf(2, 3)
 
     def run(checkpoint: Function) -> Any:
         net = nn.Sequential(
@@ -1183,11 +1141,11 @@ def test_parametrizations_and_weight_norm() -> None:
         grads = torch.autograd.grad(y.square().sum(), [x, *net.parameters()])
         return [y, *grads, *(buffer.clone() for buffer in net.buffers())]
 
-    _both(run)
+    both(run)
 
 
 def test_a_graph_that_crosses_between_two_checkpoints() -> None:
-    x, w = _leaf(3), _leaf(3, seed=1)
+    x, w = drawn_leaf(3), drawn_leaf(3, seed=1)
 
     def run(checkpoint: Function) -> Any:
         kept: list[torch.Tensor] = []
@@ -1201,22 +1159,22 @@ def test_a_graph_that_crosses_between_two_checkpoints() -> None:
         z = checkpoint(lambda y: (y * kept[0]).cos(), y)
         return torch.autograd.grad(z.sum(), [x, w])
 
-    expected = run(_plainly)
+    expected = run(plainly)
     try:
         found = run(lt.checkpoint)
     except CheckpointError:
         return
-    _same(found, expected)
+    same(found, expected)
 
 
 def test_anomaly_mode_changes_no_result() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
 
     def run(checkpoint: Function) -> Any:
         with torch.autograd.set_detect_anomaly(True):
             return torch.autograd.grad(checkpoint(_cubic, x).sum(), x)
 
-    _both(run)
+    both(run)
 
 
 # torch.compile
@@ -1234,7 +1192,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_under_torch_compile_gradients_are_the_plain_ones(backend: str, fullgraph: bool) -> None:
-    w, x = _leaf(3, 3), _leaf(2, 3, seed=1)
+    w, x = drawn_leaf(3, 3), drawn_leaf(2, 3, seed=1)
 
     def block(x: torch.Tensor, *, scale: float) -> torch.Tensor:
         return torch.tanh(x @ w).sin() * scale
@@ -1244,8 +1202,8 @@ def test_under_torch_compile_gradients_are_the_plain_ones(backend: str, fullgrap
 
     y = torch.compile(model, backend=backend, fullgraph=fullgraph)(x)
     expected = block(block(x, scale=2.0), scale=3.0) + 1
-    _same([y], [expected])
-    _same(torch.autograd.grad(y.square().sum(), [x, w]), torch.autograd.grad(expected.square().sum(), [x, w]))
+    same([y], [expected])
+    same(torch.autograd.grad(y.square().sum(), [x, w]), torch.autograd.grad(expected.square().sum(), [x, w]))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -1257,21 +1215,21 @@ def test_under_torch_compile_it_is_torchs_own_traced_version() -> None:
         graphs.append(module.print_readable(print_output=False))
         return module.forward
 
-    net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), _leaf(2, 3)
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), drawn_leaf(2, 3)
     y = torch.compile(lambda x: lt.checkpoint(net, x) * 2, backend=backend, fullgraph=True)(x)
     assert any("checkpoint" in graph for graph in graphs)
     expected = net(x) * 2
-    _same([y], [expected])
+    same([y], [expected])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_module_inside_a_checkpoint() -> None:
-    net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), _leaf(2, 3)
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), drawn_leaf(2, 3)
     compiled = torch.compile(net, backend="aot_eager")
     y = lt.checkpoint(compiled, x)
     found = torch.autograd.grad(y.square().sum(), [x, *net.parameters()])
-    _same(found, torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()]))
+    same(found, torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()]))
 
 
 def test_the_operation_that_saved_something_else_is_named() -> None:

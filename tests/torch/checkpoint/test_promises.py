@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -23,48 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide.torch as lt
 from lowtide import CheckpointError
-from lowtide.torch.state.bits import same_bits
-
-Function = Callable[..., Any]
-
-
-class _Log:
-    """Notes that outlive reruns: changes of lists and attributes are put back, those of a queue are not."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-
-    def append(self, item: Any) -> None:
-        self._queue.put(item)
-
-    def items(self) -> list[Any]:
-        found = [self._queue.get() for _ in range(self._queue.qsize())]
-        for item in found:
-            self._queue.put(item)
-        return found
-
-
-def _leaf(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-
-
-def _plainly(function: Function, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def _same(left: Any, right: Any) -> None:
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        assert (a is None and b is None) or same_bits(a, b)
-
-
-def _both(run: Callable[[Function], Any]) -> None:
-    """The run with the plain call in place of checkpoint, and with it, from the same seed: the same tensors."""
-    torch.manual_seed(1)
-    expected = run(_plainly)
-    torch.manual_seed(1)
-    _same(run(lt.checkpoint), expected)
-
+from tests.torch.checkpoint.calls import Function, Log, both, drawn_leaf, same
 
 # 1. The same words
 
@@ -81,30 +39,30 @@ def test_1_takes_every_word_that_torch_takes_with_its_default() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
 def test_1_use_reentrant_is_accepted_and_nobody_is_warned(use_reentrant: bool | None) -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y = lt.checkpoint(lambda x, *, scale: x.sin().exp() * scale, x, use_reentrant=use_reentrant, scale=2.0)
-        _same(torch.autograd.grad(y.sum(), x), torch.autograd.grad((x.sin().exp() * 2.0).sum(), x))
+        same(torch.autograd.grad(y.sum(), x), torch.autograd.grad((x.sin().exp() * 2.0).sum(), x))
 
 
 def test_1_reentrant_behaves_as_non_reentrant() -> None:
     """torch's reentrant one gives no gradient where no argument wants one, and refuses autograd.grad."""
-    w = _leaf(3)
+    w = drawn_leaf(3)
     y = lt.checkpoint(lambda x: (x * w).sin(), torch.ones(3), use_reentrant=True)
-    _same(torch.autograd.grad(y.sum(), w), torch.autograd.grad((torch.ones(3) * w).sin().sum(), w))
+    same(torch.autograd.grad(y.sum(), w), torch.autograd.grad((torch.ones(3) * w).sin().sum(), w))
 
 
 @pytest.mark.parametrize("preserve", [True, False])
 def test_1_preserve_rng_state_is_not_handed_on(preserve: bool) -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     lt.checkpoint(lambda x: x.sin(), x, preserve_rng_state=preserve).sum().backward()
-    _same([x.grad], [x.detach().cos()])
+    same([x.grad], [x.detach().cos()])
 
 
 def test_1_without_preserve_rng_state_the_numbers_are_left_alone() -> None:
     """The rerun draws others then, as torch's does, and the generator moves on."""
-    x, w = _leaf(400), _leaf(400, seed=1)
+    x, w = drawn_leaf(400), drawn_leaf(400, seed=1)
     y = lt.checkpoint(lambda x: nn.functional.dropout(x * w, 0.5).sin(), x, preserve_rng_state=False)
     torch.manual_seed(99)
     before = torch.get_rng_state()
@@ -116,16 +74,16 @@ def test_1_without_preserve_rng_state_the_numbers_are_left_alone() -> None:
 
 
 def test_1_the_arguments_words_may_be_any_others() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     y = lt.checkpoint(lambda x, dim, out=None: (x * dim).sin(), x, dim=2, out=None)
-    _same([y], [(x * 2).sin()])
+    same([y], [(x * 2).sin()])
 
 
 # 2. Any inputs and outputs, on the original graph
 
 
 def test_2_outputs_are_the_objects_that_the_function_returned() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     kept: dict[str, Any] = {}
 
     def function(x: torch.Tensor, note: object) -> Any:
@@ -143,41 +101,41 @@ def test_2_outputs_are_the_objects_that_the_function_returned() -> None:
     assert type(out["y"].grad_fn).__name__ == "SinBackward0"
     y = x.sin()
     found = torch.autograd.grad(out["list"][0].sum() + out["y"].sum(), x)
-    _same(found, torch.autograd.grad(y.exp().sum() + y.sum(), x))
+    same(found, torch.autograd.grad(y.exp().sum() + y.sum(), x))
 
 
 @pytest.mark.parametrize("result", [None, 3, "text", (), [], {}, object], ids=repr)
 def test_2_a_function_may_return_anything(result: Any) -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     assert lt.checkpoint(lambda x: (x.sin().exp(), result)[1], x) is result
 
 
 def test_2_a_function_may_return_its_own_input_or_nothing_new() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     assert lt.checkpoint(lambda x: x, x) is x
     y = lt.checkpoint(lambda x: (x, x.sin().sin()), x)[0]
     assert y is x
     view = lt.checkpoint(lambda x: x.view(1, 3), x)
-    _same(torch.autograd.grad(view.sum(), x), [torch.ones(3)])
+    same(torch.autograd.grad(view.sum(), x), [torch.ones(3)])
 
 
 def test_2_inputs_need_not_require_grad() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     x = torch.ones(5, 3)
-    _both(lambda checkpoint: torch.autograd.grad(checkpoint(net, x).square().sum(), list(net.parameters())))
+    both(lambda checkpoint: torch.autograd.grad(checkpoint(net, x).square().sum(), list(net.parameters())))
 
 
 def test_2_outputs_that_are_not_used_and_graphs_without_leaves() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     a, _ = lt.checkpoint(lambda x: (x.sin().exp(), x.cos().exp()), x)
-    _same(torch.autograd.grad(a.sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
+    same(torch.autograd.grad(a.sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
     assert not lt.checkpoint(lambda x: x.sin(), torch.ones(3)).requires_grad
 
 
 def test_2_hooks_fire_once_with_the_plain_values() -> None:
     def run(checkpoint: Function) -> list[Any]:
         net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        leaf = _leaf(5, 3)
+        leaf = drawn_leaf(5, 3)
         x = leaf * 2
         seen: list[Any] = []
 
@@ -197,7 +155,7 @@ def test_2_hooks_fire_once_with_the_plain_values() -> None:
         y.square().sum().backward()
         return [*seen, leaf.grad, *(p.grad for p in net.parameters())]
 
-    _both(run)
+    both(run)
 
 
 def test_2_forward_hooks_run_in_the_first_run_and_in_the_rerun() -> None:
@@ -205,12 +163,12 @@ def test_2_forward_hooks_run_in_the_first_run_and_in_the_rerun() -> None:
     net = nn.Linear(3, 3)
     net.register_forward_hook(lambda m, i, o: o.sin())
     net.register_forward_pre_hook(lambda m, i: i[0] * 2)
-    x = _leaf(2, 3)
-    _both(lambda checkpoint: torch.autograd.grad(checkpoint(net, x).exp().sum(), [x, *net.parameters()]))
+    x = drawn_leaf(2, 3)
+    both(lambda checkpoint: torch.autograd.grad(checkpoint(net, x).exp().sum(), [x, *net.parameters()]))
 
 
 def test_2_a_weight_shared_by_two_checkpoints_is_bit_equal() -> None:
-    w, x, u = _leaf(4, 4), _leaf(3, 4, seed=1), _leaf(4, seed=2)
+    w, x, u = drawn_leaf(4, 4), drawn_leaf(3, 4, seed=1), drawn_leaf(4, seed=2)
 
     def run(checkpoint: Function) -> Any:
         h = x
@@ -219,7 +177,7 @@ def test_2_a_weight_shared_by_two_checkpoints_is_bit_equal() -> None:
         h = h + checkpoint(lambda h: (h @ w).sigmoid(), h)
         return torch.autograd.grad(h.square().sum() + w.square().sum(), [w, x, u])
 
-    _both(run)
+    both(run)
 
 
 def test_2_gradients_accumulate_where_the_plain_ones_do() -> None:
@@ -230,7 +188,7 @@ def test_2_gradients_accumulate_where_the_plain_ones_do() -> None:
     y = lt.checkpoint(lambda x: (x * w).sin(), torch.ones(3))
     y.sum().backward()
     assert w.grad is not None
-    _same([w.grad], [torch.ones(3).cos() + torch.ones(3).cos()])
+    same([w.grad], [torch.ones(3).cos() + torch.ones(3).cos()])
 
 
 def test_2_backward_to_chosen_inputs_only() -> None:
@@ -238,7 +196,7 @@ def test_2_backward_to_chosen_inputs_only() -> None:
     y = lt.checkpoint(lambda x: ((x * a).sin() * b).exp(), torch.ones(3))
     y.sum().backward(inputs=[b])
     assert a.grad is None
-    _same([b.grad], torch.autograd.grad(((torch.ones(3) * a).sin() * b).exp().sum(), b))
+    same([b.grad], torch.autograd.grad(((torch.ones(3) * a).sin() * b).exp().sum(), b))
 
 
 def test_2_subclasses_and_sparse_and_integer_arguments() -> None:
@@ -251,14 +209,14 @@ def test_2_subclasses_and_sparse_and_integer_arguments() -> None:
         (grad,) = torch.autograd.grad(y.sum(), table)
         return [grad.to_dense()]
 
-    _both(run)
+    both(run)
 
 
 # 3. Arguments are version-checked and go through outer hooks
 
 
 def test_3_an_argument_changed_in_place_is_an_error() -> None:
-    x = _leaf(3) * 1
+    x = drawn_leaf(3) * 1
     y = lt.checkpoint(lambda x: x.sin().exp(), x)
     with torch.no_grad():
         x.add_(1)
@@ -267,7 +225,7 @@ def test_3_an_argument_changed_in_place_is_an_error() -> None:
 
 
 def test_3_arguments_go_through_the_outer_hooks() -> None:
-    leaf = _leaf(3)
+    leaf = drawn_leaf(3)
     x = leaf * 1
     packed: list[torch.Tensor] = []
 
@@ -279,11 +237,11 @@ def test_3_arguments_go_through_the_outer_hooks() -> None:
         y = lt.checkpoint(lambda x: x.sin().exp().sin(), x)
     assert any(tensor.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for tensor in packed)
     assert len(packed) <= 2
-    _same(torch.autograd.grad(y.sum(), leaf), torch.autograd.grad((leaf * 1).sin().exp().sin().sum(), leaf))
+    same(torch.autograd.grad(y.sum(), leaf), torch.autograd.grad((leaf * 1).sin().exp().sin().sum(), leaf))
 
 
 def test_3_save_on_cpu_outside_and_inside() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         with save_on_cpu():
@@ -294,12 +252,12 @@ def test_3_save_on_cpu_outside_and_inside() -> None:
             y = checkpoint(function, x * 1)
         return torch.autograd.grad(y.sum(), x)
 
-    _both(run)
+    both(run)
 
 
 def test_3_an_outer_checkpoint_frees_the_arguments_of_an_inner_one() -> None:
-    x = _leaf(64)
-    made = _Log()
+    x = drawn_leaf(64)
+    made = Log()
 
     def outer(x: torch.Tensor) -> Any:
         y = x.exp()
@@ -308,14 +266,14 @@ def test_3_an_outer_checkpoint_frees_the_arguments_of_an_inner_one() -> None:
 
     out = lt.checkpoint(outer, x)
     assert made.items()[0].expired()
-    _same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(x.exp().sin().cos().sum(), x))
+    same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(x.exp().sin().cos().sum(), x))
 
 
 # 4. The rerun's surroundings
 
 
 def test_4_the_rerun_draws_the_forwards_numbers_and_leaves_none_drawn() -> None:
-    x = _leaf(100)
+    x = drawn_leaf(100)
 
     def run(checkpoint: Function) -> Any:
         torch.rand(3)
@@ -326,13 +284,13 @@ def test_4_the_rerun_draws_the_forwards_numbers_and_leaves_none_drawn() -> None:
         assert torch.equal(torch.get_rng_state(), before)
         return [y, *grads, before]
 
-    _both(run)
+    both(run)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_4_autocast_is_as_it_was(dtype: torch.dtype) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    x = _leaf(4, 8)
+    x = drawn_leaf(4, 8)
 
     def run(checkpoint: Function) -> Any:
         with torch.autocast("cpu", dtype=dtype):
@@ -340,11 +298,11 @@ def test_4_autocast_is_as_it_was(dtype: torch.dtype) -> None:
         assert y.dtype == dtype
         return [y, *torch.autograd.grad(y.float().square().sum(), [x, *net.parameters()])]
 
-    _both(run)
+    both(run)
 
 
 def test_4_autocast_inside_and_backward_under_another_autocast() -> None:
-    w, x = _leaf(8, 8), _leaf(4, 8, seed=1)
+    w, x = drawn_leaf(8, 8), drawn_leaf(4, 8, seed=1)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x @ w
@@ -357,20 +315,20 @@ def test_4_autocast_inside_and_backward_under_another_autocast() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return torch.autograd.grad(y.sin().sum(), [x, w])
 
-    _both(run)
+    both(run)
 
 
 def test_4_the_default_device_is_as_it_was() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     y = lt.checkpoint(lambda x: (x * (torch.ones(3) * 2)).sin(), x)
     with torch.device("meta"):
         (grad,) = torch.autograd.grad(y, x, torch.ones(3, device="cpu"))
-    _same([grad], torch.autograd.grad((x * (torch.ones(3) * 2)).sin().sum(), x))
+    same([grad], torch.autograd.grad((x * (torch.ones(3) * 2)).sin().sum(), x))
 
 
 def test_4_a_default_device_of_the_forward_is_set_in_the_rerun() -> None:
-    devices = _Log()
-    x = _leaf(3)
+    devices = Log()
+    x = drawn_leaf(3)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         devices.append(torch.empty(1).device)
@@ -388,7 +346,7 @@ def test_4_a_default_device_of_the_forward_is_set_in_the_rerun() -> None:
 
 class _Counted:
     def __init__(self, function: Function) -> None:
-        self._log = _Log()
+        self._log = Log()
         self._function = function
 
     @property
@@ -401,7 +359,7 @@ class _Counted:
 
 
 def test_5_one_rerun_and_only_when_needed() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     function = _Counted(lambda x: x.sin().exp().sin())
     y = lt.checkpoint(function, x)
     assert function.runs == 1
@@ -412,15 +370,15 @@ def test_5_one_rerun_and_only_when_needed() -> None:
 
 
 def test_5_what_saves_nothing_needs_no_rerun() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     function = _Counted(lambda x: x + 1 + x)
     lt.checkpoint(function, x).sum().backward()
     assert function.runs == 1
 
 
 def test_5_a_second_backward_runs_again_and_frees_again() -> None:
-    x = _leaf(64)
-    made = _Log()
+    x = drawn_leaf(64)
+    made = Log()
 
     def body(x: torch.Tensor) -> torch.Tensor:
         y = x.exp()
@@ -432,29 +390,29 @@ def test_5_a_second_backward_runs_again_and_frees_again() -> None:
     assert made.items()[0].expired()
     expected = torch.autograd.grad(x.exp().sin().cos().exp().sum(), x)
     for k in range(3):
-        _same(torch.autograd.grad(y.sum(), x, retain_graph=True), expected)
+        same(torch.autograd.grad(y.sum(), x, retain_graph=True), expected)
         assert function.runs == k + 2
         assert all(reference.expired() for reference in made.items())
-    _same(torch.autograd.grad(y.sum(), x), expected)
+    same(torch.autograd.grad(y.sum(), x), expected)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(y.sum(), x)
 
 
 def test_5_two_outputs_taken_back_one_after_the_other() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     function = _Counted(lambda x: (x.sin().exp(), (x * x).cos().exp()))
     a, b = lt.checkpoint(function, x)
     first = torch.autograd.grad(a.sum(), x, retain_graph=True)
     second = torch.autograd.grad(b.sum(), x)
-    _same(first, torch.autograd.grad(x.sin().exp().sum(), x))
-    _same(second, torch.autograd.grad((x * x).cos().exp().sum(), x))
+    same(first, torch.autograd.grad(x.sin().exp().sum(), x))
+    same(second, torch.autograd.grad((x * x).cos().exp().sum(), x))
     assert function.runs <= 3
 
 
 def test_5_saved_tensors_go_one_by_one_as_the_backward_passes() -> None:
     """At the end of the function's backward nothing of the rerun is left, before the rest of the backward runs."""
-    leaf = _leaf(64)
-    made = _Log()
+    leaf = drawn_leaf(64)
+    made = Log()
     left: list[int] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -486,7 +444,7 @@ class _Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_6_the_rerun_ends_with_the_last_tensor_that_is_needed(early_stop: bool) -> None:
-    x, reached = _leaf(3), _Log()
+    x, reached = drawn_leaf(3), Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.sin().exp()
@@ -497,14 +455,14 @@ def test_6_the_rerun_ends_with_the_last_tensor_that_is_needed(early_stop: bool) 
     y = lt.checkpoint(function, x, early_stop=early_stop)
     with _Operations() as operations:
         found = torch.autograd.grad(y.sum(), x)
-    _same(found, torch.autograd.grad((x.sin().exp() + 1).sum(), x))
+    same(found, torch.autograd.grad((x.sin().exp() + 1).sum(), x))
     assert operations.names.count("sin") == operations.names.count("exp") == 1
     assert operations.names.count("add") == (0 if early_stop else 1)
     assert reached.items() == ["end"] * (1 if early_stop else 2)
 
 
 def test_6_a_profile_function_is_left_as_it_was() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     lt.checkpoint(torch.sin, x).sum().backward()
     assert sys.getprofile() is None
     seen: list[str] = []
@@ -519,7 +477,7 @@ def test_6_a_profile_function_is_left_as_it_was() -> None:
 
 
 def test_6_a_finalizer_after_the_last_tensor_runs_undisturbed() -> None:
-    x, finalized = _leaf(3), _Log()
+    x, finalized = drawn_leaf(3), Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.sin()
@@ -536,7 +494,7 @@ def test_6_a_finalizer_after_the_last_tensor_runs_undisturbed() -> None:
 
 def test_6_early_stop_passes_through_try_and_finally() -> None:
     """The function may catch what it likes, and its contexts are left."""
-    x, order = _leaf(3), _Log()
+    x, order = drawn_leaf(3), Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         try:
@@ -553,14 +511,14 @@ def test_6_early_stop_passes_through_try_and_finally() -> None:
     y.sum().backward()
     assert order.items()[:2] == ["tried", "left"]
     assert order.items().count("left") == 2
-    _same([x.grad], torch.autograd.grad(x.sin().exp().sum(), x))
+    same([x.grad], torch.autograd.grad(x.sin().exp().sum(), x))
 
 
 # 7. Reruns that save something else
 
 
 def _unstable(kinds: list[Function], **options: Any) -> None:
-    x, runs = _leaf(3), iter(kinds)
+    x, runs = drawn_leaf(3), iter(kinds)
     y = lt.checkpoint(lambda x: next(runs)(x), x, **options)
     with pytest.raises(CheckpointError) as caught:
         y.sum().backward()
@@ -588,7 +546,7 @@ def test_7_other_shapes_and_dtypes_are_errors() -> None:
 
 
 def test_8_nesting_in_the_form_of_a_tree() -> None:
-    w, x = _leaf(4, 4), _leaf(3, 4, seed=1)
+    w, x = drawn_leaf(4, 4), drawn_leaf(3, 4, seed=1)
 
     def run(checkpoint: Function) -> Any:
         def block(x: torch.Tensor, depth: int) -> Any:
@@ -600,11 +558,11 @@ def test_8_nesting_in_the_form_of_a_tree() -> None:
         y = checkpoint(block, x, 4)
         return [y, *torch.autograd.grad(y.square().sum(), [x, w])]
 
-    _both(run)
+    both(run)
 
 
 def test_8_backward_inside_the_function() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
 
     def energy(x: torch.Tensor) -> torch.Tensor:
         return (x.sin() * x.exp()).sum()
@@ -613,11 +571,11 @@ def test_8_backward_inside_the_function() -> None:
         (force,) = torch.autograd.grad(energy(x), x, create_graph=True)
         return (force * x).cos()
 
-    _both(lambda checkpoint: torch.autograd.grad(checkpoint(function, x).sum(), x))
+    both(lambda checkpoint: torch.autograd.grad(checkpoint(function, x).sum(), x))
 
 
 def test_8_backward_inside_through_an_inner_checkpoint() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
 
     def run(checkpoint: Function) -> Any:
         def function(x: torch.Tensor) -> torch.Tensor:
@@ -627,11 +585,11 @@ def test_8_backward_inside_through_an_inner_checkpoint() -> None:
 
         return torch.autograd.grad(checkpoint(function, x).sum(), x)
 
-    _both(run)
+    both(run)
 
 
 def test_8_backward_inside_on_a_graph_of_its_own() -> None:
-    w = _leaf(3)
+    w = drawn_leaf(3)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         inner = x.detach().requires_grad_()
@@ -639,11 +597,11 @@ def test_8_backward_inside_on_a_graph_of_its_own() -> None:
             (step,) = torch.autograd.grad(inner.sin().exp().sum(), inner)
         return (x * w - step).sin().exp()
 
-    _both(lambda checkpoint: torch.autograd.grad(checkpoint(function, torch.ones(3)).sum(), w))
+    both(lambda checkpoint: torch.autograd.grad(checkpoint(function, torch.ones(3)).sum(), w))
 
 
 def test_8_second_and_third_derivatives() -> None:
-    x = _leaf(4).double().detach().requires_grad_()
+    x = drawn_leaf(4).double().detach().requires_grad_()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return (x.sin() * x.exp()).tanh() * x.cos()
@@ -656,11 +614,11 @@ def test_8_second_and_third_derivatives() -> None:
             y = y.square().sum()
         return found
 
-    _both(run)
+    both(run)
 
 
 def test_8_gradcheck_and_gradgradcheck() -> None:
-    x, w = _leaf(3).double().detach().requires_grad_(), _leaf(3, seed=1).double().detach().requires_grad_()
+    x, w = drawn_leaf(3).double().detach().requires_grad_(), drawn_leaf(3, seed=1).double().detach().requires_grad_()
 
     def function(x: torch.Tensor, w: torch.Tensor) -> Any:
         return lt.checkpoint(lambda x, *, w: (x * w).sin() * x.exp(), x, w=w)
@@ -675,7 +633,7 @@ def test_8_gradcheck_and_gradgradcheck() -> None:
 
 
 def test_8_a_checkpointed_gradient_is_differentiable_through_other_checkpoints() -> None:
-    x, w = _leaf(4), _leaf(4, seed=1)
+    x, w = drawn_leaf(4), drawn_leaf(4, seed=1)
 
     def run(checkpoint: Function) -> Any:
         def step(x: torch.Tensor) -> torch.Tensor:
@@ -685,17 +643,17 @@ def test_8_a_checkpointed_gradient_is_differentiable_through_other_checkpoints()
         (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return torch.autograd.grad(first.square().sum(), [x, w])
 
-    _both(run)
+    both(run)
 
 
 # 9. No reference cycles
 
 
-def _dies_without_gc(run: Callable[[_Log], Any]) -> None:
+def _dies_without_gc(run: Callable[[Log], Any]) -> None:
     gc.collect()
     gc.disable()
     try:
-        made = _Log()
+        made = Log()
         run(made)
         assert made.items()
         assert all(reference.expired() for reference in made.items())
@@ -703,15 +661,15 @@ def _dies_without_gc(run: Callable[[_Log], Any]) -> None:
         gc.enable()
 
 
-def _keeping(made: _Log, x: torch.Tensor) -> torch.Tensor:
+def _keeping(made: Log, x: torch.Tensor) -> torch.Tensor:
     y = x.exp()
     made.append(StorageWeakRef(y.untyped_storage()))
     return y.sin() * y
 
 
 def test_9_a_graph_that_is_let_go_dies_without_the_garbage_collector() -> None:
-    def run(made: _Log) -> None:
-        x = torch.rand(64) * _leaf(64)
+    def run(made: Log) -> None:
+        x = torch.rand(64) * drawn_leaf(64)
         made.append(StorageWeakRef(x.untyped_storage()))
         y = lt.checkpoint(_keeping, made, x)
         del x
@@ -722,8 +680,8 @@ def test_9_a_graph_that_is_let_go_dies_without_the_garbage_collector() -> None:
 
 
 def test_9_also_after_a_backward_with_retain_graph() -> None:
-    def run(made: _Log) -> None:
-        x = torch.rand(64) * _leaf(64)
+    def run(made: Log) -> None:
+        x = torch.rand(64) * drawn_leaf(64)
         made.append(StorageWeakRef(x.untyped_storage()))
         y = lt.checkpoint(_keeping, made, x)
         del x
@@ -735,7 +693,7 @@ def test_9_also_after_a_backward_with_retain_graph() -> None:
 
 
 def test_9_also_after_an_error_in_the_rerun() -> None:
-    def run(made: _Log) -> None:
+    def run(made: Log) -> None:
         calls = iter([False, True])
 
         def function(x: torch.Tensor) -> torch.Tensor:
@@ -743,7 +701,7 @@ def test_9_also_after_an_error_in_the_rerun() -> None:
                 raise KeyError("rerun")
             return _keeping(made, x)
 
-        x = torch.rand(64) * _leaf(64)
+        x = torch.rand(64) * drawn_leaf(64)
         made.append(StorageWeakRef(x.untyped_storage()))
         y = lt.checkpoint(function, x)
         del x
@@ -755,15 +713,15 @@ def test_9_also_after_an_error_in_the_rerun() -> None:
 
 
 def test_9_also_for_residual_sums_in_and_out_of_place() -> None:
-    def added(made: _Log) -> None:
-        x = torch.rand(64) * _leaf(64)
+    def added(made: Log) -> None:
+        x = torch.rand(64) * drawn_leaf(64)
         for _ in range(3):
             made.append(StorageWeakRef(x.untyped_storage()))
             x = x + lt.checkpoint(_keeping, made, x)
         x.sum().backward()
 
-    def added_in_place(made: _Log) -> None:
-        x = torch.rand(64) * _leaf(64)
+    def added_in_place(made: Log) -> None:
+        x = torch.rand(64) * drawn_leaf(64)
         made.append(StorageWeakRef(x.untyped_storage()))
         x += lt.checkpoint(_keeping, made, x)
 
@@ -772,8 +730,8 @@ def test_9_also_for_residual_sums_in_and_out_of_place() -> None:
 
 
 def test_9_also_for_nested_ones_and_outputs_kept_in_the_function() -> None:
-    def run(made: _Log) -> None:
-        x = torch.rand(64) * _leaf(64)
+    def run(made: Log) -> None:
+        x = torch.rand(64) * drawn_leaf(64)
         made.append(StorageWeakRef(x.untyped_storage()))
         y = lt.checkpoint(lambda x: lt.checkpoint(_keeping, made, lt.checkpoint(_keeping, made, x)), x)
         del x
@@ -802,7 +760,7 @@ def test_9_the_function_itself_is_let_go() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_10_without_grad_it_is_a_plain_call(mode: Any) -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
     function = _Counted(lambda x, *, k: (x.sin().exp() * k, k))
     with mode():
         y, k = lt.checkpoint(function, x, k=2)
@@ -810,11 +768,11 @@ def test_10_without_grad_it_is_a_plain_call(mode: Any) -> None:
     assert k == 2
     assert not y.requires_grad
     assert y.is_inference() == (mode is torch.inference_mode)
-    _same([y], [(x.sin().exp() * 2).detach()])
+    same([y], [(x.sin().exp() * 2).detach()])
 
 
 def test_10_a_function_may_enable_grad_itself_under_no_grad() -> None:
-    x = _leaf(3)
+    x = drawn_leaf(3)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -825,18 +783,18 @@ def test_10_a_function_may_enable_grad_itself_under_no_grad() -> None:
             y = checkpoint(function, x)
         return torch.autograd.grad(y.sum(), x)
 
-    _both(run)
+    both(run)
 
 
 def test_10_a_function_may_disable_grad_itself() -> None:
-    x, w = _leaf(3), _leaf(3, seed=1)
+    x, w = drawn_leaf(3), drawn_leaf(3, seed=1)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             scale = (x * w).exp()
         return (x * scale).sin() * w
 
-    _both(lambda checkpoint: torch.autograd.grad(checkpoint(function, x).sum(), [x, w]))
+    both(lambda checkpoint: torch.autograd.grad(checkpoint(function, x).sum(), [x, w]))
 
 
 class _Odd(BaseException):
@@ -852,15 +810,15 @@ def test_10_exceptions_pass_through_untouched(kind: type[BaseException]) -> None
         raise error
 
     with pytest.raises(kind) as caught:
-        lt.checkpoint(function, _leaf(3))
+        lt.checkpoint(function, drawn_leaf(3))
     assert caught.value is error
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
     # Nothing is left behind: no hooks, no modes.
-    x = _leaf(3)
+    x = drawn_leaf(3)
     kept = x.exp()
     assert kept.grad_fn is not None
-    _same(torch.autograd.grad(kept.sum(), x), [kept.detach()])
+    same(torch.autograd.grad(kept.sum(), x), [kept.detach()])
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyError])
@@ -873,7 +831,7 @@ def test_10_exceptions_of_the_rerun_pass_through_untouched(kind: type[Exception]
             raise error
         return y.exp()
 
-    x = _leaf(3)
+    x = drawn_leaf(3)
     state = torch.get_rng_state()
     y = lt.checkpoint(function, x)
     with pytest.raises(kind) as caught:
@@ -881,10 +839,10 @@ def test_10_exceptions_of_the_rerun_pass_through_untouched(kind: type[Exception]
     assert caught.value is error
     assert torch.equal(torch.get_rng_state(), state)
     assert not lt.is_recomputing()
-    _same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
+    same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
 
 
 def test_10_a_function_that_is_not_callable_is_refused_as_python_does() -> None:
     number: Any = 3
     with pytest.raises(TypeError, match="call"):
-        lt.checkpoint(number, _leaf(3))
+        lt.checkpoint(number, drawn_leaf(3))

@@ -24,17 +24,13 @@ from lowtide import CheckpointError
 from lowtide.torch.checkpoint import call
 from lowtide.torch.state import draws, reach, surroundings
 from lowtide.torch.state.bits import same_bits
+from tests.torch.checkpoint.calls import Function, plainly
 
-Function = Callable[..., Any]
 CASES: dict[str, Callable[[Function], Any]] = {}
 GENERATOR = torch.Generator()
 SETTINGS: dict[str, Any] = {"scale": 1.0}
 FLAG: float | None = None
 COUNT = 0
-
-
-def _plainly(function: Function, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def case(function: Callable[[Function], Any]) -> Callable[[Function], Any]:
@@ -384,7 +380,7 @@ def a_saved_tensor_of_a_branch_that_is_not_used(call: Function) -> Any:
         return x.sin().cos()
 
     x = _leaf()
-    call(function, x, early_stop=False).sum().backward() if call is not _plainly else function(x).sum().backward()
+    call(function, x, early_stop=False).sum().backward() if call is not plainly else function(x).sum().backward()
     return x.grad
 
 
@@ -497,7 +493,7 @@ def partials_and_defaults(call: Function) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_all_is_as_the_plain_call_leaves_it(name: str) -> None:
     torch.manual_seed(0)
-    expected = CASES[name](_plainly)
+    expected = CASES[name](plainly)
     torch.manual_seed(0)
     assert _equal(CASES[name](lt.checkpoint), expected)
 
