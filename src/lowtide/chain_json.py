@@ -58,11 +58,13 @@ def _layers_named(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def _step_document(step: StepCost) -> dict[str, Any]:
-    options = [
-        dataclasses.asdict(option) | {"form": None if option.form is None else forms.document(option.form)}
-        for option in step.options
-    ]
-    return dataclasses.asdict(step) | {"options": options}
+    written = dataclasses.asdict(dataclasses.replace(step, options=()))
+    return written | {"options": [_option_document(option) for option in step.options]}
+
+
+def _option_document(option: TapeOption) -> dict[str, Any]:
+    written = dataclasses.asdict(dataclasses.replace(option, form=None))
+    return written | {"form": None if option.form is None else forms.document(option.form)}
 
 
 def _step(step: dict[str, Any]) -> StepCost:

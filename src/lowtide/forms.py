@@ -9,11 +9,12 @@ and back. `str(form)` is for people; nothing is decided by it. Plans of earlier 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from lowtide.checks import keep_whole
 from lowtide.errors import InputError
 from lowtide.sizes import format_size
 
@@ -24,6 +25,10 @@ class LeanForm:
 
     tape: int
     working: int
+
+    def __post_init__(self) -> None:
+        keep_whole(self, "tape", least=0)
+        keep_whole(self, "working", least=0)
 
     def __str__(self) -> str:
         return f"lean {self.tape} + {self.working} B"
@@ -87,6 +92,10 @@ class Way:
     kept: tuple[str, ...] = ()
     products: str = ""
 
+    def __post_init__(self) -> None:
+        if self.products and self.products not in _PRODUCTS:
+            raise InputError(f"products={self.products!r} is not known; give one of {', '.join(_PRODUCTS)}, or none")
+
     def __str__(self) -> str:
         return self._told(str)
 
@@ -94,7 +103,7 @@ class Way:
         """The same, with sizes as people write them."""
         return self._told(LeanForm.in_words)
 
-    def _told(self, size: Any) -> str:
+    def _told(self, size: Callable[[LeanForm], str]) -> str:
         if self.nest is not None:
             return f"nest {self.nest}"
         words = ["rerun"] if self.rerun else []
@@ -134,7 +143,7 @@ class Form:
         """The same, with sizes as people write them."""
         return self._told(Way.in_words)
 
-    def _told(self, way_in_words: Any) -> str:
+    def _told(self, way_in_words: Callable[[Way], str]) -> str:
         told = [(path, way_in_words(way)) for path, way in self.ways]
         return "; ".join(f"{path}: {way}" if path else way for path, way in told) or "keep"
 
@@ -263,7 +272,10 @@ def form_named(text: str) -> Form | None:
 
 def _way_named(text: str) -> Way | None:
     if text.startswith("nest "):
-        return Way(nest=nest_written(text.removeprefix("nest ")))
+        try:
+            return Way(nest=nest_written(text.removeprefix("nest ")))
+        except InputError:  # somebody's own name for an entry of a menu
+            return None
     for products, words in _PRODUCTS.items():
         if text == f"rerun, {words}":
             return Way(rerun=True, products=products)

@@ -426,7 +426,9 @@ def _form_of(what: str) -> Iterator[None]:
     """Turn the errors that malformed JSON causes into an InputError that says what the JSON was meant to be."""
     try:
         yield
-    except (TypeError, KeyError, AttributeError) as error:
+    except InputError:
+        raise
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise InputError(f"this {what}'s JSON does not have the form that to_json writes: {error}") from error
 
 

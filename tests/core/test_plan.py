@@ -108,9 +108,23 @@ def _tampered(**changes: object) -> str:
     return json.dumps(json.loads(choose(EQUAL, 300).to_json()) | changes)
 
 
+def _with_chain(**changes: object) -> str:
+    return _tampered(chain=json.loads(choose(EQUAL, 300).to_json())["chain"] | changes)
+
+
+def _with_form(**way: object) -> str:
+    option = {"tape": 1, "extra": 0.0, "name": "a", "backward": 0, "form": [way]}
+    step = {"state": 1, "tape": 5, "forward": 1.0, "backward": 1.0, "working": {}, "options": [option]}
+    return _with_chain(steps=[step])
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
+        (_with_chain(roles=["bogus"]), "does not have the form.*bogus"),
+        (_with_chain(layers=[[1]]), "does not have the form.*unpack"),
+        (_with_form(products="bogus"), "products='bogus' is not known; give one of all, weights, or none"),
+        (_with_form(lean=["x", 1]), "tape='x' is a str"),
         ("{", "not JSON"),
         ("[]", '"lowtide": 1 is missing'),
         ('{"lowtide": 2}', '"lowtide": 1 is missing'),

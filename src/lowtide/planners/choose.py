@@ -16,6 +16,7 @@ from lowtide.plan import Knob, Plan, Schedule, check_plan
 from lowtide.planners import unequal
 from lowtide.planners.equal import Uniform, one_sweep_memory, uniform_least, uniform_within
 from lowtide.planners.revolve import (
+    MORE_ROOM,
     Revolve,
     least_with_slots,
     rooms_least,
@@ -116,8 +117,7 @@ def least_budget(chain: Chain, disk: Disk | None = None, *, rooms: bool = False)
 def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
     least = least_budget(chain, disk)
     if budget < least:
-        ways = "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
-        raise BudgetError(budget, least, ways)
+        raise BudgetError(budget, least, MORE_ROOM)
     knob = Knob("budget", budget)
     if chain.ways is not None and disk is None:
         return _either_way(chain, chain.ways, knob, budget)

@@ -32,6 +32,8 @@ from lowtide.planners import splits
 from lowtide.planners.sweep import Base
 from lowtide.simulate import simulate_actions
 
+MORE_ROOM = "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
+
 
 def beta(slots: int, repeats: int) -> int:
     """The longest chain that can be reversed with `slots` snapshots and at most `repeats` plain runs of each step."""
@@ -134,25 +136,27 @@ class Revolve(ChainSchedule):
 # --- how much fits in a budget
 
 
-def slots_within(step: StepCost, budget: int) -> int:
+def slots_within(step: StepCost, budget: int, *, beside: int = 0) -> int:
     """The most snapshots that fit `budget` beside one step of tape and the working set.
+
+    Args:
+        step: what a step costs.
+        budget: bytes.
+        beside: bytes that come with each snapshot but the first.
 
     Raises:
         BudgetError: not even one snapshot fits.
     """
     least = least_with_slots(step)
     if budget < least:
-        raise BudgetError(
-            budget, least, "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
-        )
-    return 1 + (budget - least) // step.state
+        raise BudgetError(budget, least, MORE_ROOM)
+    return 1 + (budget - least) // (step.state + beside)
 
 
 def least_with_slots(step: StepCost) -> int:
     """The least budget for which `slots_within` finds room, for one snapshot."""
     # The snapshot is held at both kinds of moments: while a step is taped or pulled back, and during plain runs.
-    taping = step.tape + max(step.working.tape + step.cotangent, step.working.backward)
-    return step.state + max(taping, step.working.advance + step.cotangent)
+    return step.state + max(step.tape + splits.beside_tape(step, 0), step.working.advance + step.cotangent)
 
 
 def rooms_least(step: StepCost, length: int) -> int:
@@ -174,8 +178,7 @@ def rooms_within(chain: Chain, budget: int) -> Revolve | Base:
     step, length = chain[0], len(chain)
     least = rooms_least(step, length)
     if budget < least:
-        ways = "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
-        raise BudgetError(budget, least, ways)
+        raise BudgetError(budget, least, MORE_ROOM)
     memory = budget - step.working_set_in(0)
     if memory >= length * step.tape:
         return Base(length)

@@ -56,11 +56,10 @@ class MemoryNeeds:
     def __init__(self, chain: Chain, unit: int = 1) -> None:
         steps = [chain[k] for k in range(len(chain))]
         self.state = _spread([step.state for step in steps], unit)
-        forms = max(len(step.menu) for step in steps)
-        columns = [
-            _spread([step.menu[min(form, len(step.menu) - 1)].tape for step in steps], unit) for form in range(forms)
-        ]
-        self.tapes = [[columns[form][k] for form in range(len(step.menu))] for k, step in enumerate(steps)]
+        menus = [step.menu for step in steps]
+        forms = max(map(len, menus))
+        columns = [_spread([menu[min(form, len(menu) - 1)].tape for menu in menus], unit) for form in range(forms)]
+        self.tapes = [[columns[form][k] for form in range(len(menu))] for k, menu in enumerate(menus)]
         self.advance = [-(-step.working.advance // unit) for step in steps]
         self.tape = [-(-step.working.tape // unit) for step in steps]
         self.pulling = [[-(-backward // unit) for backward in step.pulling] for step in steps]

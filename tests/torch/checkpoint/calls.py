@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 import lowtide.torch as lt
-from lowtide.torch.state.bits import same_bits
-
-Function = Callable[..., Any]
+from tests.torch.calls import Function, plainly, same
 
 
 class Log:
@@ -28,20 +26,6 @@ class Log:
         for item in found:
             self._queue.put(item)
         return found
-
-
-def drawn_leaf(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-
-
-def plainly(function: Function, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def same(left: Any, right: Any) -> None:
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        assert (a is None and b is None) or same_bits(a, b)
 
 
 def both(run: Callable[[Function], Any]) -> None:

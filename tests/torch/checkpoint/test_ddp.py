@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide.torch as lt
 from lowtide.torch.state.bits import same_bits
-from tests.torch.checkpoint.calls import plainly
+from tests.torch.calls import plainly
 
 WORLD = 2
 OPTIONS: list[dict[str, Any]] = [

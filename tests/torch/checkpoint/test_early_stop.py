@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import lowtide.torch as lt
 from lowtide.errors import CheckpointError
 from lowtide.torch.state.bits import same_bits
+from tests.torch.calls import plainly
 
 Checkpoint = Callable[..., Any]
 torchs = partial(torch_checkpoint, use_reentrant=False)
@@ -38,10 +39,6 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
-
-
-def plainly(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 def linear() -> nn.Module:

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import lowtide.torch as lt
 from lowtide import CheckpointError
-from tests.torch.checkpoint.calls import Function, Log, both, drawn_leaf, plainly, same
+from tests.torch.calls import Function, drawn_leaf, plainly, same
+from tests.torch.checkpoint.calls import Log, both
 
 # Buffers and attributes are changed once
 

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide.torch as lt
 from lowtide import CheckpointError
-from tests.torch.checkpoint.calls import Function, Log, both, drawn_leaf, same
+from tests.torch.calls import Function, drawn_leaf, same
+from tests.torch.checkpoint.calls import Log, both
 
 # 1. The same words
 

@@ -24,7 +24,7 @@ from lowtide import CheckpointError
 from lowtide.torch.checkpoint import call
 from lowtide.torch.state import draws, reach, surroundings
 from lowtide.torch.state.bits import same_bits
-from tests.torch.checkpoint.calls import Function, plainly
+from tests.torch.calls import Function, plainly
 
 CASES: dict[str, Callable[[Function], Any]] = {}
 GENERATOR = torch.Generator()

@@ -554,6 +554,7 @@ def test_other_leaves_of_an_input_are_other_inputs() -> None:
     assert not probe_runs(layers, (torch.ones(2, 2), {"a": 3, "b": None}))
     assert probe_runs(layers, (torch.ones(2, 2), {"a": 4, "b": None}))
     assert probe_runs(layers, (torch.ones(2, 2), torch.eye(2).to_sparse()))
+    assert not probe_runs(layers, (torch.ones(2, 2), torch.eye(2).to_sparse()))
 
 
 def test_layers_without_weak_references_are_measured_each_time() -> None:

@@ -12,9 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  (everybody's name for it)
 
 import lowtide.torch as lt
-from lowtide.torch.state.bits import same_bits
-
-Function = Callable[..., Any]
+from tests.torch.calls import Function, plainly, same
 
 traced: list[bool] = []  # of each call of a function that notes it
 
@@ -31,20 +29,6 @@ def note() -> None:
 def noted(result: torch.Tensor) -> torch.Tensor:
     note()
     return result
-
-
-def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
-
-
-def plainly(function: Function, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def same(left: Any, right: Any) -> None:
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        assert (a is None and b is None) or same_bits(a, b)
 
 
 def both(run: Callable[[Function, int], Any], calls: int = 3) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import lowtide.torch as lt
-from tests.torch.lean.calls import Function, both, leaf, note, same, traced
+from tests.torch.calls import Function, drawn_leaf, same
+from tests.torch.lean.calls import both, note, traced
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ class _Config:
 
 
 def test_arguments_of_every_kind() -> None:
-    x, w = leaf(4, 4), leaf(4, 4, seed=1)
+    x, w = drawn_leaf(4, 4), drawn_leaf(4, 4, seed=1)
 
     def function(pair: tuple[Any, ...], *more: Any, table: dict[str, Any], part: slice, flag: bool = True) -> Any:
         x, (w, name) = pair
@@ -57,7 +58,7 @@ def test_arguments_of_every_kind() -> None:
 
 
 def test_things_that_are_told_apart() -> None:
-    x, table = leaf(5), torch.ones(5)
+    x, table = drawn_leaf(5), torch.ones(5)
     values = [
         _Mode.SINE,
         _Mode.COSINE,
@@ -89,7 +90,7 @@ def test_things_that_are_told_apart() -> None:
 
 
 def test_arguments_that_share_memory_or_do_not() -> None:
-    rows, other = leaf(5, 40), leaf(40, seed=1)
+    rows, other = drawn_leaf(5, 40), drawn_leaf(40, seed=1)
 
     def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         note()
@@ -110,17 +111,17 @@ def test_an_argument_that_is_a_parameter_or_is_not() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(leaf(40).detach())
+            self.weight = nn.Parameter(drawn_leaf(40).detach())
             self.other = self.weight
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.weight.sin() * x).exp() * self.other
 
-    module, x = Scaled(), leaf(40, seed=1)
+    module, x = Scaled(), drawn_leaf(40, seed=1)
 
     def run(call: Function, number: int) -> Any:
         if number == 4:
-            module.other = nn.Parameter(leaf(40, seed=2).detach())
+            module.other = nn.Parameter(drawn_leaf(40, seed=2).detach())
         y = call(module, module.weight if number in (0, 3) else x) + 0 * x
         return [y, *torch.autograd.grad(y.sum(), [module.weight, x])]
 
@@ -128,7 +129,7 @@ def test_an_argument_that_is_a_parameter_or_is_not() -> None:
 
 
 def test_a_global_tensor_in_another_layout() -> None:
-    x = leaf(8, 8)
+    x = drawn_leaf(8, 8)
 
     def run(call: Function, number: int) -> Any:
         _globals["weight"] = torch.randn(8, 8) if number != 1 else torch.randn(8, 8).t()
@@ -156,7 +157,7 @@ def test_nested_tensors_are_left_alone() -> None:
 
 @pytest.mark.parametrize("wants", [True, False])
 def test_rows_of_one_tensor_share_a_trace(wants: bool) -> None:
-    rows, w = leaf(6, 40).requires_grad_(wants), leaf(40, seed=1)
+    rows, w = drawn_leaf(6, 40).requires_grad_(wants), drawn_leaf(40, seed=1)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         note()
@@ -171,7 +172,7 @@ def test_rows_of_one_tensor_share_a_trace(wants: bool) -> None:
 
 
 def test_a_list_that_contains_itself() -> None:
-    x = leaf(5)
+    x = drawn_leaf(5)
     things: list[Any] = [x, 2.0]
     things.append(things)
     table: dict[str, Any] = {"things": things}
@@ -189,7 +190,7 @@ class _Labelled(torch.Tensor):
 
 
 def test_tensors_of_other_kinds() -> None:
-    x = leaf(5)
+    x = drawn_leaf(5)
     with torch.inference_mode():
         fixed = torch.ones(5)
     labelled = torch.ones(5).as_subclass(_Labelled)
@@ -206,7 +207,7 @@ def test_tensors_of_other_kinds() -> None:
 
 
 def test_a_variable_that_is_not_bound_yet() -> None:
-    x = leaf(5)
+    x = drawn_leaf(5)
 
     def function(x: torch.Tensor, number: int) -> torch.Tensor:
         return (x.sin() * (later if number > 1 else 2.0)).exp() * x
@@ -229,7 +230,7 @@ class _Holder:
 
 
 def test_an_object_that_is_given_twice() -> None:
-    x, holder = leaf(5), _Holder(leaf(5, seed=1))
+    x, holder = drawn_leaf(5), _Holder(drawn_leaf(5, seed=1))
 
     def run(call: Function, number: int) -> Any:
         y = call(lambda x, a, b: (x.sin() * a.weight).exp() * b.own.weight, x, holder, holder)
@@ -239,7 +240,7 @@ def test_an_object_that_is_given_twice() -> None:
 
 
 def test_operations_on_sparse_tensors_are_left_alone() -> None:
-    x, matrix = leaf(4, 4), torch.eye(4).to_sparse()
+    x, matrix = drawn_leaf(4, 4), torch.eye(4).to_sparse()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = torch.sparse.mm(matrix, x)

@@ -10,7 +10,8 @@ from torch.nn import functional as F  # noqa: N812  (everybody's name for it)
 
 import lowtide.torch as lt
 from lowtide.torch.state.bits import same_bits
-from tests.torch.lean.calls import Function, leaf, plainly, tape_of
+from tests.torch.calls import Function, drawn_leaf, plainly
+from tests.torch.lean.calls import tape_of
 
 N = 64 * 64 * 4  # bytes of the tensors here
 
@@ -46,7 +47,7 @@ def _bernoulli(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [_dropout, _random_mask, _random_spikes, _bernoulli], ids=lambda f: f.__name__)
 def test_masks_are_kept_as_bits(function: Function) -> None:
-    x = leaf(64, 64)
+    x = drawn_leaf(64, 64)
     assert lt.lean_frontier(function, x)[-1].tape == 64 * 64 // 8
     for number in range(3):
         assert tape_of(lambda: lt.lean(function, x)) == 64 * 64 // 8
@@ -59,7 +60,7 @@ def test_masks_are_kept_as_bits(function: Function) -> None:
 
 
 def test_spikes_and_masks_of_what_is_kept_take_a_bit_or_nothing() -> None:
-    v, w = leaf(64, 64), leaf(64, 64, seed=1)
+    v, w = drawn_leaf(64, 64), drawn_leaf(64, 64, seed=1)
 
     def function(v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         u = v @ w
@@ -76,7 +77,7 @@ def test_spikes_and_masks_of_what_is_kept_take_a_bit_or_nothing() -> None:
 
 def test_masks_without_a_spike_and_with_nothing_else() -> None:
     """Nothing is 1 when it is traced; later a few are, then all."""
-    w = leaf(4000)
+    w = drawn_leaf(4000)
 
     def function(v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return ((v > torch.rand(4000)).float() * w).sin() * w
@@ -92,7 +93,7 @@ def test_masks_without_a_spike_and_with_nothing_else() -> None:
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.complex64]
 )
 def test_masks_of_every_dtype(dtype: torch.dtype) -> None:
-    w = leaf(301)
+    w = drawn_leaf(301)
 
     def function(w: torch.Tensor) -> torch.Tensor:
         mask = (torch.rand(301) > 0.7).to(dtype) * 3
@@ -109,7 +110,7 @@ def test_masks_of_every_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("scale", [-1.0, 1e-45, float("inf"), float("nan"), 0.0, -0.0])
 def test_masks_times_numbers_that_are_hard_to_keep(scale: float) -> None:
-    w = leaf(300)
+    w = drawn_leaf(300)
 
     def function(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         mask = torch.empty(300).bernoulli_(0.3).mul_(scale)
@@ -125,7 +126,7 @@ def test_masks_times_numbers_that_are_hard_to_keep(scale: float) -> None:
 
 def test_a_part_that_is_a_mask() -> None:
     """What else is there in the tensor has any numbers, and none when it is traced."""
-    w, other = leaf(400), torch.arange(400).remainder(50).eq(3) * 7.0
+    w, other = drawn_leaf(400), torch.arange(400).remainder(50).eq(3) * 7.0
 
     def function(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         mask = x.clone()
@@ -141,7 +142,7 @@ def test_a_part_that_is_a_mask() -> None:
 
 
 def test_dropout_that_leaves_nothing_when_it_is_traced() -> None:
-    x = leaf(400)
+    x = drawn_leaf(400)
 
     def function(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         return (x * torch.bernoulli(p) * 2).exp()
@@ -156,7 +157,7 @@ def test_dropout_that_leaves_nothing_when_it_is_traced() -> None:
 
 def test_masks_of_nothing_and_masks_that_are_used_twice() -> None:
     for count in (0, 400):
-        x, w = leaf(count), leaf(count, seed=1)
+        x, w = drawn_leaf(count), drawn_leaf(count, seed=1)
 
         def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             mask = torch.bernoulli(torch.full(x.shape, 0.5))

@@ -15,7 +15,7 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import BudgetError, CheckpointError, InputError
-from tests.torch.lean.calls import Function, leaf, plainly, same
+from tests.torch.calls import Function, drawn_leaf, plainly, same
 
 CHANGED = "has been modified by an inplace operation"
 _hidden = SimpleNamespace(scale=2.0)
@@ -37,7 +37,7 @@ def _block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("which", ["argument", "parameter"])
 def test_a_changed_argument_is_the_error_that_autograd_gives(which: str, call: int) -> None:
     for how in (plainly, lt.lean):
-        x, w = leaf(4, 4), leaf(4, 4, seed=1)
+        x, w = drawn_leaf(4, 4), drawn_leaf(4, 4, seed=1)
         function = _block if which == "argument" else lambda x, w=w: _block(x, w)
         for number in range(call + 1):
             y = how(function, x, w) if which == "argument" else how(function, x)
@@ -52,7 +52,7 @@ def test_a_changed_argument_is_the_error_that_autograd_gives(which: str, call: i
 @pytest.mark.parametrize("call", [0, 1])
 def test_an_argument_that_autograd_did_not_save(call: int) -> None:
     """Only making a value again reads it. A plain call has saved the value: it would not mind."""
-    x, w = leaf(400), leaf(400, seed=1)
+    x, w = drawn_leaf(400), drawn_leaf(400, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x + 1
@@ -76,7 +76,7 @@ def test_an_argument_that_autograd_did_not_save(call: int) -> None:
 @pytest.mark.parametrize("call", [0, 1])
 def test_a_parameter_that_only_a_recipe_reads(call: int) -> None:
     module = nn.LayerNorm(64)
-    x = leaf(32, 64)
+    x = drawn_leaf(32, 64)
     for number in range(call + 1):
         y = lt.lean(lambda x: torch.sigmoid(module(x)) * x, x)
         if number < call:
@@ -90,7 +90,7 @@ def test_a_parameter_that_only_a_recipe_reads(call: int) -> None:
 @pytest.mark.parametrize("call", [0, 1])
 @pytest.mark.parametrize("what", ["kept", "output"])
 def test_a_kept_tensor_is_changed(what: str, call: int) -> None:
-    x, w = leaf(4, 4), leaf(4, 4, seed=1)
+    x, w = drawn_leaf(4, 4), drawn_leaf(4, 4, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = x @ w
@@ -105,7 +105,7 @@ def test_a_kept_tensor_is_changed(what: str, call: int) -> None:
 
 
 def test_bits_are_of_the_moment_when_they_were_saved() -> None:
-    x = leaf(400)
+    x = drawn_leaf(400)
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mask = torch.rand(400) > 0.5
@@ -163,7 +163,7 @@ WAYS = [_other_count, _other_shape, _other_operation, _early_return, _other_orde
 @pytest.mark.parametrize("function", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("first", [1, -1])
 def test_it_is_right_and_says_so_once(function: Function, first: int) -> None:
-    x, w = leaf(40).detach().abs(), leaf(40, seed=1)
+    x, w = drawn_leaf(40).detach().abs(), drawn_leaf(40, seed=1)
     given = [(sign * first * x + 0.1 * k).requires_grad_() for k, sign in enumerate([1, -1, 1, -1, -1])]
     expected = [_outcome(function(one, w, ""), [one, w]) for one in given]
     with warnings.catch_warnings(record=True) as said, lt.record(memory=False) as receipt:
@@ -181,7 +181,7 @@ def test_it_is_right_and_says_so_once(function: Function, first: int) -> None:
 
 def test_more_operations_after_those_of_the_trace() -> None:
     """The packs of the trace all fit; there are more of them."""
-    x = leaf(40)
+    x = drawn_leaf(40)
 
     def function(x: torch.Tensor, turns: list[int]) -> torch.Tensor:
         y = x.sin()
@@ -195,7 +195,7 @@ def test_more_operations_after_those_of_the_trace() -> None:
 
 
 def test_a_function_that_goes_another_way_for_each_number() -> None:
-    x = leaf(40)
+    x = drawn_leaf(40)
 
     def function(x: torch.Tensor, turns: int) -> torch.Tensor:
         for _ in range(turns):
@@ -212,7 +212,7 @@ def test_a_function_that_goes_another_way_for_each_number() -> None:
 
 
 def test_an_error_in_the_function_is_the_functions() -> None:
-    x = leaf(4)
+    x = drawn_leaf(4)
     fails = [True]
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ def test_an_error_in_the_function_is_the_functions() -> None:
 
 
 def test_a_backward_that_fails_may_be_tried_again() -> None:
-    x, w = leaf(40), leaf(40, seed=1)
+    x, w = drawn_leaf(40), drawn_leaf(40, seed=1)
     fails = [True]
 
     def fail(grad: torch.Tensor) -> None:
@@ -269,7 +269,7 @@ def _draws_from_numpy(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_number_in_a_global_object_is_no_silent_error() -> None:
-    x = leaf(40)
+    x = drawn_leaf(40)
     same(_outcome(lt.lean(_reads_a_global, x), [x]), _outcome(_reads_a_global(x), [x]))
     _hidden.scale = 3.0
     try:
@@ -286,7 +286,7 @@ def test_a_number_in_a_global_object_is_no_silent_error() -> None:
 
 
 def test_numbers_of_numpy_are_no_silent_error() -> None:
-    x = leaf(40)
+    x = drawn_leaf(40)
     errors = 0
     for number in range(6):
         np.random.seed(number)  # noqa: NPY002
@@ -304,7 +304,7 @@ def test_numbers_of_numpy_are_no_silent_error() -> None:
 @pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: float(t.numpy()), lambda t: t.item(), float, int])
 def test_a_number_that_was_read_from_a_tensor(read: Callable[[torch.Tensor], float]) -> None:
     """A plain call repeats nothing; a lean one is as right, or says what it could not see."""
-    x = leaf(40)
+    x = drawn_leaf(40)
 
     def function(x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         return (x.sin() * read(number)).exp() * x
@@ -360,7 +360,7 @@ def test_a_parameter_whose_memory_is_gone(calls: int) -> None:
 
 @pytest.mark.parametrize("tape", ["half", "0%", "101%", "-5", "12.5", -1, 1.5, True, [1], "", "5 bananas", b"5%"])
 def test_tapes_that_are_none(tape: Any) -> None:
-    x = leaf(4)
+    x = drawn_leaf(4)
     with pytest.raises(InputError):
         lt.Lean(nn.Tanh(), tape=tape)
     with pytest.raises(InputError):
@@ -372,7 +372,7 @@ def test_tapes_that_are_none(tape: Any) -> None:
 
 @pytest.mark.parametrize("call", [0, 1])
 def test_a_tape_that_cannot_be_so_small(call: int) -> None:
-    x, w = leaf(64, 64), leaf(64, 64, seed=1)
+    x, w = drawn_leaf(64, 64), drawn_leaf(64, 64, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = torch.nn.functional.dropout((x @ w).sigmoid() * w, 0.3)

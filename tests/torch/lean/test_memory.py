@@ -16,7 +16,8 @@ from torch.nn import functional as F  # noqa: N812  (everybody's name for it)
 
 import lowtide.torch as lt
 from lowtide.torch.state.bits import same_bits
-from tests.torch.lean.calls import collecting_by_hand, leaf, tape_of
+from tests.torch.calls import drawn_leaf
+from tests.torch.lean.calls import collecting_by_hand, tape_of
 from tests.torch.lean.drawn_programs import (
     POINTWISE,
     PRODUCTS,
@@ -66,7 +67,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_tape_weighs_what_its_point_says(name: str) -> None:
     torch.manual_seed(0)
-    module, x = BLOCKS[name](), leaf(64, 64)
+    module, x = BLOCKS[name](), drawn_leaf(64, 64)
     points = lt.lean_frontier(module, x)
     assert len(points) >= 2
     assert points[0].plain_tape == tape_of(lambda: module(x))
@@ -96,13 +97,13 @@ def test_the_tape_of_any_program_weighs_what_its_point_says(program: Program) ->
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_traced_call_has_the_same_tape_as_later_ones(name: str) -> None:
     torch.manual_seed(0)
-    module, x = BLOCKS[name](), leaf(64, 64)
+    module, x = BLOCKS[name](), drawn_leaf(64, 64)
     sizes = [tape_of(lambda: lt.lean(module, x)) for _ in range(3)]
     assert sizes[0] == sizes[1] == sizes[2] < 0.75 * tape_of(lambda: module(x))
 
 
 def test_an_argument_counts_if_only_the_recipe_holds_it() -> None:
-    x, w = leaf(64, 64), leaf(64, 64, seed=1)
+    x, w = drawn_leaf(64, 64), drawn_leaf(64, 64, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x + w  # nothing is saved: to make y again, both must be held
@@ -115,7 +116,7 @@ def test_an_argument_counts_if_only_the_recipe_holds_it() -> None:
 
 def test_what_is_made_again_goes_within_the_backward() -> None:
     """A chain: if all that was dropped came back and stayed, the peak would be that of the plain call."""
-    x = leaf(64, 64)
+    x = drawn_leaf(64, 64)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         for _ in range(12):
@@ -139,7 +140,7 @@ def test_what_is_made_again_goes_within_the_backward() -> None:
 
 def test_values_are_shared_and_let_go_of_after_their_last_use() -> None:
     """Ten readers of one dropped value: it is made once, and is gone when the last of them has been pulled back."""
-    x, weights = leaf(64, 64), [leaf(64, 64, seed=k) for k in range(10)]
+    x, weights = drawn_leaf(64, 64), [drawn_leaf(64, 64, seed=k) for k in range(10)]
     made: list[int] = []
 
     def function(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
@@ -163,7 +164,7 @@ def test_values_are_shared_and_let_go_of_after_their_last_use() -> None:
 
 def test_a_backward_leaves_nothing() -> None:
     torch.manual_seed(0)
-    module, x = BLOCKS["gated, dropout"](), leaf(64, 64)
+    module, x = BLOCKS["gated, dropout"](), drawn_leaf(64, 64)
     for _ in range(2):
         with lt.measure.peak() as memory:
             y = lt.lean(module, x).sum()
@@ -175,7 +176,7 @@ def test_a_backward_leaves_nothing() -> None:
 
 def test_a_backward_of_a_part_leaves_nothing_made() -> None:
     """What else it would have been used for does not keep it."""
-    x, w = leaf(64, 64), leaf(64, 64, seed=1)
+    x, w = drawn_leaf(64, 64), drawn_leaf(64, 64, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = (x @ w).sigmoid()
@@ -195,7 +196,7 @@ def test_the_backward_needs_no_more_than_that_of_the_plain_call() -> None:
     """What a call keeps goes as the backward goes, and not at its end."""
     torch.manual_seed(0)
     net = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU())])
-    x, peaks = leaf(64, 64), []
+    x, peaks = drawn_leaf(64, 64), []
     for call in (net, partial(lt.lean, net), partial(lt.lean, net)):
         with lt.measure.peak() as memory:
             y = call(x)
@@ -208,7 +209,7 @@ def test_the_backward_needs_no_more_than_that_of_the_plain_call() -> None:
 
 def test_nothing_at_all_is_kept() -> None:
     """All can be made again from arguments that others hold."""
-    x, w = leaf(64, 64), leaf(64, 64, seed=1)
+    x, w = drawn_leaf(64, 64), drawn_leaf(64, 64, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return ((x.sin() * w).exp() * x).tanh() @ w
@@ -236,7 +237,7 @@ def _no_collector() -> Iterator[None]:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_no_cycles(name: str, backward: bool) -> None:
     torch.manual_seed(0)
-    module, x = BLOCKS[name](), leaf(64, 64)
+    module, x = BLOCKS[name](), drawn_leaf(64, 64)
     lt.lean(module, x).sum().backward()
     gc.collect()
     with lt.measure.peak() as memory:
@@ -254,7 +255,7 @@ def test_no_cycles(name: str, backward: bool) -> None:
 @pytest.mark.usefixtures("_no_collector")
 def test_no_cycles_in_the_traced_call() -> None:
     for backward in (True, False):
-        x, w = leaf(64, 64), leaf(64, 64, seed=1)
+        x, w = drawn_leaf(64, 64), drawn_leaf(64, 64, seed=1)
         with lt.measure.peak() as memory:
             y = lt.lean(lambda x, w, _: (x.sin() * w).exp().tanh() * x, x, w, backward)
             if backward:
@@ -268,7 +269,7 @@ def test_no_cycles_in_the_traced_call() -> None:
 @pytest.mark.parametrize("tape", [None, "100%"])
 def test_no_leak_over_many_calls(tape: str | None, calls: int) -> None:
     torch.manual_seed(0)
-    module, x = _Block(F.gelu, 0.1), leaf(4, 64)
+    module, x = _Block(F.gelu, 0.1), drawn_leaf(4, 64)
 
     def call(number: int) -> None:
         y = lt.lean(module, x, tape=tape)
@@ -290,7 +291,7 @@ def test_no_leak_over_many_calls(tape: str | None, calls: int) -> None:
 
 @pytest.mark.usefixtures("_no_collector")
 def test_traces_hold_no_tensors() -> None:
-    x = leaf(64, 64)
+    x = drawn_leaf(64, 64)
     with lt.measure.peak() as memory:
         lt.lean_frontier(lambda x: (x.sin() * x).exp() @ x, x)
         gc.collect()
@@ -302,7 +303,7 @@ def test_traces_hold_no_tensors() -> None:
 
 
 def test_a_value_is_not_written_over_while_another_view_of_it_is_read() -> None:
-    x = leaf(4, 4)
+    x = drawn_leaf(4, 4)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x * x

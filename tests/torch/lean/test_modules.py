@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations
 
 import lowtide.torch as lt
 from lowtide.torch.state.bits import same_bits
-from tests.torch.lean.calls import Function, Gate, both, leaf, plainly, same, step, traced
+from tests.torch.calls import Function, drawn_leaf, plainly, same
+from tests.torch.lean.calls import Gate, both, step, traced
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +88,14 @@ def test_a_module_inside_another() -> None:
     plain = nn.Sequential(Gate(), nn.Linear(6, 6))
     lean = nn.Sequential(lt.Lean(plain[0]), plain[1])
     assert list(lean.state_dict()) == list(plain.state_dict())
-    x = leaf(4, 6)
+    x = drawn_leaf(4, 6)
     for _ in range(3):
         same(step(lean, x, plain.parameters()), step(plain, x, plain.parameters()))
 
 
 def test_training_and_evaluation() -> None:
     module = Gate()
-    lean, x = lt.Lean(module), leaf(4, 6)
+    lean, x = lt.Lean(module), drawn_leaf(4, 6)
     for mode in (True, False, True, False):
         lean.train(mode)
         assert module.training is module.drop.training is lean.training is mode
@@ -113,7 +114,7 @@ def test_another_dtype_is_traced_anew() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
         lean.to(dtype)
         plain.to(dtype)
-        x = leaf(4, 6, dtype=dtype)
+        x = drawn_leaf(4, 6, dtype=dtype)
         for _ in range(2):
             same(step(lean, x, lean.parameters()), step(plain, x, plain.parameters()))
 
@@ -146,7 +147,7 @@ def test_parameters_in_another_memory_format() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.weight.exp() * x).sin()
 
-    module, x = Scaled(), leaf(2, 3, 4, 5)
+    module, x = Scaled(), drawn_leaf(2, 3, 4, 5)
 
     def run(call: Function, number: int) -> Any:
         if number == 2:
@@ -158,7 +159,7 @@ def test_parameters_in_another_memory_format() -> None:
 
 
 def test_copies_and_pickles_are_modules_of_their_own() -> None:
-    lean, x = lt.Lean(Gate(), tape="60%"), leaf(4, 6)
+    lean, x = lt.Lean(Gate(), tape="60%"), drawn_leaf(4, 6)
     expected = step(lean, x, lean.parameters())
     for other in (copy.deepcopy(lean), pickle.loads(pickle.dumps(lean))):
         assert other.tape == "60%"
@@ -172,7 +173,7 @@ def test_copies_and_pickles_are_modules_of_their_own() -> None:
 
 @pytest.mark.parametrize("number", range(3))
 def test_switching_gradients_on_and_off(number: int) -> None:
-    module, x = Gate(), leaf(4, 6)
+    module, x = Gate(), drawn_leaf(4, 6)
     lean, parameters = lt.Lean(module), list(module.parameters())
     for wanted in (True, False, True):
         parameters[number].requires_grad_(wanted)
@@ -183,7 +184,7 @@ def test_switching_gradients_on_and_off(number: int) -> None:
 
 
 def test_without_gradients_it_is_a_plain_call() -> None:
-    module, x = Gate(), leaf(4, 6)
+    module, x = Gate(), drawn_leaf(4, 6)
     with torch.no_grad():
         lt.Lean(module)(x)
     with torch.inference_mode():
@@ -218,7 +219,7 @@ def test_an_optimizer_trains_it() -> None:
 def test_statistics_are_counted_once() -> None:
     modules = [nn.Sequential(nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(2)]
     modules[1].load_state_dict(modules[0].state_dict())
-    lean, x = lt.Lean(modules[1]), leaf(7, 5)
+    lean, x = lt.Lean(modules[1]), drawn_leaf(7, 5)
     for _ in range(3):
         same(step(lean, x, modules[1].parameters()), step(modules[0], x, modules[0].parameters()))
         same(list(lean.state_dict().values()), list(modules[0].state_dict().values()))
@@ -243,7 +244,7 @@ def test_modules_of_torchs_own(name: str, train: bool) -> None:
     torch.manual_seed(0)
     plain = make().train(train)
     module = copy.deepcopy(plain)
-    given = [leaf(*shape, seed=k) for k, shape in enumerate(shapes)]
+    given = [drawn_leaf(*shape, seed=k) for k, shape in enumerate(shapes)]
     for number in range(3):
         outcomes = []
         for call, one in ((plainly, plain), (lt.lean, module)):
@@ -258,7 +259,7 @@ def test_modules_of_torchs_own(name: str, train: bool) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_modules_without_a_shape_yet() -> None:
     module = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Softplus())
-    lean, x = lt.Lean(module), leaf(2, 5)
+    lean, x = lt.Lean(module), drawn_leaf(2, 5)
     for _ in range(3):
         y, z = lean(x), module(x)
         same([y, *torch.autograd.grad(y.sum(), x)], [z, *torch.autograd.grad(z.sum(), x)])
@@ -267,14 +268,14 @@ def test_modules_without_a_shape_yet() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_modules() -> None:
     module = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
-    x = leaf(2, 4)
+    x = drawn_leaf(2, 4)
     for _ in range(3):
         y, z = lt.lean(module, x), module(x)
         same([y, *torch.autograd.grad(y.sum(), x)], [z, *torch.autograd.grad(z.sum(), x)])
 
 
 def test_a_lean_module_of_a_lean_module() -> None:
-    module, x = Gate(), leaf(4, 6)
+    module, x = Gate(), drawn_leaf(4, 6)
     lean = lt.Lean(lt.Lean(module))
     assert list(lean.state_dict()) == list(module.state_dict())
     for mode in (False, True):

@@ -18,19 +18,8 @@ from torch import nn
 import lowtide.torch as lt
 from lowtide import CheckpointError
 from lowtide.torch.lean import call as lean_module
-from tests.torch.lean.calls import (
-    Function,
-    Gate,
-    both,
-    collecting_by_hand,
-    leaf,
-    note,
-    noted,
-    plainly,
-    same,
-    step,
-    traced,
-)
+from tests.torch.calls import Function, drawn_leaf, plainly, same
+from tests.torch.lean.calls import Gate, both, collecting_by_hand, note, noted, step, traced
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +41,7 @@ def _afresh() -> None:
     ],
 )
 def test_numbers_that_differ_from_call_to_call(value: Callable[[int], Any]) -> None:
-    x = leaf(5)
+    x = drawn_leaf(5)
 
     def function(x: torch.Tensor, number: Any) -> torch.Tensor:
         note()
@@ -82,7 +71,7 @@ class _Counting(nn.Module):
 
 
 def test_a_module_whose_numbers_change_with_each_call() -> None:
-    plain, lean, x = _Counting(), lt.Lean(_Counting()), leaf(5)
+    plain, lean, x = _Counting(), lt.Lean(_Counting()), drawn_leaf(5)
     for _ in range(30):
         y, z = plain(x), lean(x)
         same([y, *torch.autograd.grad(y.sum(), x)], [z, *torch.autograd.grad(z.sum(), x)])
@@ -108,7 +97,7 @@ class _Stateful(nn.Module):
 
 
 def test_a_module_with_a_state_of_its_own() -> None:
-    plain, module, x = _Stateful(), _Stateful(), leaf(6)
+    plain, module, x = _Stateful(), _Stateful(), drawn_leaf(6)
     y, z = torch.zeros(6), torch.zeros(6)
     for _ in range(8):
         y, z = y + plain(x), z + lt.lean(module, x)
@@ -117,7 +106,7 @@ def test_a_module_with_a_state_of_its_own() -> None:
 
 
 def test_a_state_is_not_held_on_to() -> None:
-    module, x = _Stateful(), leaf(6)
+    module, x = _Stateful(), drawn_leaf(6)
     for _ in range(4):
         lt.lean(module, x)
     old = weakref.ref(module.v)
@@ -126,7 +115,7 @@ def test_a_state_is_not_held_on_to() -> None:
 
 
 def test_functions_made_anew_for_each_call_are_traced_once() -> None:
-    x, w = leaf(5), leaf(5, seed=1)
+    x, w = drawn_leaf(5), drawn_leaf(5, seed=1)
     before = len(lean_module._kinds)
     for number in range(40):
         k = number + 0.5
@@ -141,7 +130,7 @@ def test_functions_made_anew_for_each_call_are_traced_once() -> None:
 
 
 def test_numbers_in_default_arguments() -> None:
-    x = leaf(5)
+    x = drawn_leaf(5)
 
     def run(call: Function, number: int) -> Any:
         def function(
@@ -158,7 +147,7 @@ def test_numbers_in_default_arguments() -> None:
 
 
 def test_functions_that_call_each_other_and_themselves() -> None:
-    x = leaf(5)
+    x = drawn_leaf(5)
 
     def even(x: torch.Tensor, n: int) -> torch.Tensor:
         return (x * 2).sigmoid() * x if n == 0 else odd(x.sin(), n - 1)
@@ -178,7 +167,7 @@ class _Own:
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
-        self.weight = leaf(5, seed=4)
+        self.weight = drawn_leaf(5, seed=4)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ((x.sin() * self.weight) * self.scale).exp() * x
@@ -188,7 +177,7 @@ class _Own:
 
 
 def test_objects_of_ones_own_are_told_apart() -> None:
-    x, first, second = leaf(5), _Own(1.0), _Own(2.0)
+    x, first, second = drawn_leaf(5), _Own(1.0), _Own(2.0)
 
     def run(call: Function, number: int) -> Any:
         own = first if number % 2 else second
@@ -200,7 +189,7 @@ def test_objects_of_ones_own_are_told_apart() -> None:
 
 
 def test_equal_code_with_other_globals() -> None:
-    x, functions = leaf(5), []
+    x, functions = drawn_leaf(5), []
     for scale in (2.0, 3.0):
         names = {"SCALE": scale}
         exec("def function(x):\n    return (x.sin() * SCALE).exp() * x\n", names)
@@ -226,7 +215,7 @@ def test_a_module_that_is_gone_leaves_nothing() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.act(x)
 
-    x, before = leaf(3), len(lean_module._kinds)
+    x, before = drawn_leaf(3), len(lean_module._kinds)
     references = []
     with collecting_by_hand():
         for _ in range(5):
@@ -241,7 +230,7 @@ def test_a_module_that_is_gone_leaves_nothing() -> None:
 
 
 def test_attributes_come_and_go() -> None:
-    module, x = Gate().eval(), leaf(4, 6)
+    module, x = Gate().eval(), drawn_leaf(4, 6)
     module.first = 1.0  # type: ignore[assignment]
     for change in ("", "other", "child", "none"):
         if change == "other":
@@ -264,7 +253,7 @@ def test_numbers_in_a_dictionary_of_a_module_are_no_silent_error() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x.sin() * self.options["scale"]).exp() * x
 
-    module, x, errors = Configured(), leaf(5), 0
+    module, x, errors = Configured(), drawn_leaf(5), 0
     for number in range(6):
         module.options["scale"] = number // 2 + 1.0
         y, z = lt.lean(module, x), module(x)
@@ -277,7 +266,7 @@ def test_numbers_in_a_dictionary_of_a_module_are_no_silent_error() -> None:
 
 
 def test_a_number_that_chooses_what_autograd_does_not_see() -> None:
-    x = leaf(5)
+    x = drawn_leaf(5)
 
     def function(x: torch.Tensor, turn: int) -> torch.Tensor:
         y = x.detach() + x.detach() if turn else x.detach() * x.detach()
@@ -301,7 +290,7 @@ class _Outside(nn.Module):
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_globals_that_matter_for_few_elements_are_seen(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = leaf(200, 500)
+    x = drawn_leaf(200, 500)
     module = _Outside()
 
     def outer(x: torch.Tensor) -> torch.Tensor:
@@ -316,7 +305,7 @@ def test_globals_that_matter_for_few_elements_are_seen(inside: bool, monkeypatch
 
 
 def test_numbers_of_pythons_and_numpys_random_generators_are_not_remembered() -> None:
-    x = leaf(64, 64)
+    x = drawn_leaf(64, 64)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.exp(torch.relu(x - 3.0) * random.random()) + torch.exp(x * float(np.random.rand()))  # noqa: NPY002
@@ -333,5 +322,5 @@ def test_numbers_of_pythons_and_numpys_random_generators_are_not_remembered() ->
 def test_no_more_kinds_of_calls_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lean_module._kinds, "most", 3)
     for size in (2, 3, 4, 5, 6, 2):
-        both(lambda call, _, size=size: [call(torch.exp, leaf(size))])  # type: ignore[misc]
+        both(lambda call, _, size=size: [call(torch.exp, drawn_leaf(size))])  # type: ignore[misc]
         assert len(lean_module._kinds) <= 3

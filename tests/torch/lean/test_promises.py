@@ -11,11 +11,12 @@ import torch
 import lowtide.torch as lt
 from lowtide import BudgetError
 from lowtide.torch.state.bits import same_bits
-from tests.torch.lean.calls import Function, Gate, both, leaf, same
+from tests.torch.calls import Function, drawn_leaf, same
+from tests.torch.lean.calls import Gate, both
 
 
 def test_hooks_fire_once() -> None:
-    module, x = Gate(), leaf(4, 6)
+    module, x = Gate(), drawn_leaf(4, 6)
     seen: list[str] = []
     module.register_forward_pre_hook(lambda *_: seen.append("before"))
     module.register_forward_hook(lambda *_: seen.append("after"))
@@ -39,7 +40,7 @@ def test_hooks_of_tensors_fire_once() -> None:
         z.register_hook(seen.append)
         return z.tanh()
 
-    x = leaf(5)
+    x = drawn_leaf(5)
 
     def run(call: Function, number: int) -> Any:
         seen.clear()
@@ -51,7 +52,7 @@ def test_hooks_of_tensors_fire_once() -> None:
 
 
 def test_two_backwards_of_one_call() -> None:
-    x, w = leaf(4, 4), leaf(4, 4, seed=1)
+    x, w = drawn_leaf(4, 4), drawn_leaf(4, 4, seed=1)
     for _ in range(2):
         y = lt.lean(lambda x, w: ((x @ w).sigmoid() * x).exp().tanh(), x, w)
         first = torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
@@ -62,7 +63,7 @@ def test_two_backwards_of_one_call() -> None:
 
 
 def test_second_derivatives() -> None:
-    x, w = leaf(3, 3, dtype=torch.float64), leaf(3, 3, seed=1, dtype=torch.float64)
+    x, w = drawn_leaf(3, 3, dtype=torch.float64), drawn_leaf(3, 3, seed=1, dtype=torch.float64)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = torch.sigmoid(x @ w) * x
@@ -86,7 +87,7 @@ def test_second_derivatives() -> None:
 
 
 def test_gradients_of_some_inputs_only() -> None:
-    x, w, v = leaf(4, 4), leaf(4, 4, seed=1), leaf(4, seed=2)
+    x, w, v = drawn_leaf(4, 4), drawn_leaf(4, 4, seed=1), drawn_leaf(4, seed=2)
 
     def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = (x @ w).sigmoid() * v
@@ -103,7 +104,7 @@ def test_gradients_of_some_inputs_only() -> None:
 
 
 def test_saved_tensors_may_be_looked_at() -> None:
-    x = leaf(5)
+    x = drawn_leaf(5)
     for _ in range(2):
         y = lt.lean(lambda x: (x.sin() * x).exp() * x, x)
         exponential = y.grad_fn._saved_self
@@ -130,7 +131,7 @@ class _Sign(torch.autograd.Function):
 
 
 def test_custom_functions() -> None:
-    x, w = leaf(4, 4), leaf(4, 4, seed=1)
+    x, w = drawn_leaf(4, 4), drawn_leaf(4, 4, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         first, second = _Sign.apply(  # type: ignore[no-untyped-call]  # torch's own
@@ -147,7 +148,7 @@ def test_custom_functions() -> None:
 
 
 def test_the_frontier_of_a_function() -> None:
-    x, w = leaf(32, 32), leaf(32, 32, seed=1)
+    x, w = drawn_leaf(32, 32), drawn_leaf(32, 32, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = torch.sigmoid(x @ w) * x
@@ -171,7 +172,7 @@ def test_the_frontier_of_a_function() -> None:
 
 def test_reshaped_tensors_are_known_again() -> None:
     """Autograd has another node for them where operations are watched than where they are not."""
-    x, w = leaf(4, 4), leaf(4, 4, seed=1)
+    x, w = drawn_leaf(4, 4), drawn_leaf(4, 4, seed=1)
 
     def run(call: Function, number: int) -> Any:
         y = call(lambda x, w: torch.einsum("ij,kj->ki", x.sin(), w).reshape(2, 8).exp().reshape(4, 4) * w, x, w)
@@ -183,7 +184,7 @@ def test_reshaped_tensors_are_known_again() -> None:
 
 
 def test_a_share_of_next_to_nothing() -> None:
-    x = leaf(1)
+    x = drawn_leaf(1)
     with pytest.raises(BudgetError) as caught:
         lt.lean(lambda x: torch.rand(1) * x, x, tape="10%")
     assert caught.value.least > 0

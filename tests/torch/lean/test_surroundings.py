@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import lowtide.torch as lt
 from lowtide import InputError
 from lowtide.torch.state.bits import same_bits
+from tests.torch.calls import Function, drawn_leaf, plainly, same
 from tests.torch.checkpoint import test_ddp as data_parallel
-from tests.torch.lean.calls import Function, Gate, both, leaf, noted, plainly, same, step, traced
+from tests.torch.lean.calls import Gate, both, noted, step, traced
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def _afresh() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype: torch.dtype) -> None:
-    module, x = Gate(), leaf(4, 6)
+    module, x = Gate(), drawn_leaf(4, 6)
 
     def run(call: Function, number: int) -> Any:
         with torch.autocast("cpu", dtype, enabled=number != 2):
@@ -49,7 +50,7 @@ def test_in_threads_at_once() -> None:
     module = Gate().eval()
     lean = lt.Lean(module)
     parameters = list(module.parameters())
-    inputs = [leaf(4, 6, seed=k) for k in range(40)]
+    inputs = [drawn_leaf(4, 6, seed=k) for k in range(40)]
     expected = [torch.autograd.grad(module(x).square().sum(), [x, *parameters]) for x in inputs]
     meet = threading.Barrier(4)
 
@@ -73,7 +74,7 @@ def test_parameters_of_another_layout_in_threads_at_once() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.weight.exp() * x).sin()
 
-    x = leaf(2, 3, 4, 5)
+    x = drawn_leaf(2, 3, 4, 5)
     for _ in range(10):
         module, meet = Scaled(), threading.Barrier(4)
         lt.lean(module, x)
@@ -90,7 +91,7 @@ def test_parameters_of_another_layout_in_threads_at_once() -> None:
 
 
 def test_the_backward_in_other_threads() -> None:
-    module, x = Gate(), leaf(4, 6)
+    module, x = Gate(), drawn_leaf(4, 6)
     expected = step(module, x, module.parameters())
     for _ in range(2):
         torch.manual_seed(7)
@@ -106,7 +107,7 @@ def test_the_backward_in_other_threads() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_it_steps_aside_for_the_compiler() -> None:
-    w = leaf(4, 4, seed=1)
+    w = drawn_leaf(4, 4, seed=1)
 
     def block(x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ w) * x
@@ -117,7 +118,7 @@ def test_it_steps_aside_for_the_compiler() -> None:
     def whole_plainly(x: torch.Tensor) -> torch.Tensor:
         return block(x).exp()
 
-    x = leaf(4, 4)
+    x = drawn_leaf(4, 4)
     compiled, compiled_plainly = (
         torch.compile(each, fullgraph=True, backend="aot_eager") for each in (whole, whole_plainly)
     )
@@ -128,9 +129,9 @@ def test_it_steps_aside_for_the_compiler() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_a_compiled_function_inside() -> None:
-    w = leaf(4, 4, seed=1)
+    w = drawn_leaf(4, 4, seed=1)
     compiled = torch.compile(lambda x: torch.tanh(x @ w) * x, backend="aot_eager")
-    x = leaf(4, 4)
+    x = drawn_leaf(4, 4)
 
     def run(call: Function, number: int) -> Any:
         y = call(lambda x: noted(compiled(x.sin()).exp() * x), x)
@@ -147,7 +148,7 @@ def test_it_steps_aside_for_transforms() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return (torch.tanh(x @ w) * x).exp().sum()
 
-    x = leaf(3, 4).detach()
+    x = drawn_leaf(3, 4).detach()
     lean = functools.partial(lt.lean, function)
     for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
         same([transform(lean)(x)], [transform(function)(x)])
@@ -159,7 +160,7 @@ def test_it_steps_aside_for_transforms() -> None:
 def test_it_steps_aside_where_hooks_are_off_and_for_fake_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    module, x = Gate(), leaf(4, 6)
+    module, x = Gate(), drawn_leaf(4, 6)
     with disable_saved_tensors_hooks("no hooks here"):
         same(step(lt.Lean(module), x, module.parameters()), step(module, x, module.parameters()))
         with pytest.raises(InputError, match="lean_frontier"):
@@ -171,7 +172,7 @@ def test_it_steps_aside_where_hooks_are_off_and_for_fake_tensors() -> None:
 
 @pytest.mark.parametrize("context", [save_on_cpu, lambda: saved_tensors_hooks(torch.clone, torch.clone)])
 def test_hooks_around_get_what_is_kept(context: Callable[[], Any]) -> None:
-    module, x = Gate(), leaf(4, 6)
+    module, x = Gate(), drawn_leaf(4, 6)
 
     def run(call: Function, number: int) -> Any:
         with context():
@@ -195,7 +196,7 @@ def test_hooks_around_get_what_is_kept(context: Callable[[], Any]) -> None:
 
 def test_hooks_around_get_a_tensor_as_it_was_when_it_was_saved() -> None:
     """It is changed afterwards. Hooks that copy do not mind; autograd's own error is as good."""
-    x = leaf(5)
+    x = drawn_leaf(5)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.tanh()
@@ -217,7 +218,7 @@ def test_hooks_around_get_a_tensor_as_it_was_when_it_was_saved() -> None:
 @pytest.mark.parametrize("outer", [lt.checkpoint, functools.partial(torch_checkpoint, use_reentrant=False), lt.lean])
 @pytest.mark.parametrize("inner", [lt.checkpoint, functools.partial(torch_checkpoint, use_reentrant=False), lt.lean])
 def test_in_and_around_checkpoints(outer: Function, inner: Function) -> None:
-    module, x = Gate(), leaf(4, 6)
+    module, x = Gate(), drawn_leaf(4, 6)
 
     def nested(call: Function, inner: Function) -> Callable[[torch.Tensor], Any]:
         return lambda x: call(lambda x: inner(module, x.sin()).exp() * x, x)
@@ -237,7 +238,7 @@ def test_in_and_around_checkpoints(outer: Function, inner: Function) -> None:
 @pytest.mark.long
 def test_in_a_sequence_of_layers() -> None:
     layers = [Gate() for _ in range(6)]
-    x = leaf(4, 6)
+    x = drawn_leaf(4, 6)
 
     def run(call: Function, number: int) -> Any:
         y = lt.sequential([functools.partial(call, layer) for layer in layers], x)
@@ -268,7 +269,7 @@ def test_data_parallel_training(tmp_path: Path) -> None:
 
 
 def test_hooks_around_that_give_back_another_layout() -> None:
-    x, w = leaf(6, 5), leaf(5, 6, seed=1)
+    x, w = drawn_leaf(6, 5), drawn_leaf(5, 6, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x @ w
@@ -284,7 +285,7 @@ def test_hooks_around_that_give_back_another_layout() -> None:
 
 
 def test_hooks_around_get_arguments_that_only_a_recipe_reads() -> None:
-    x = leaf(1000)
+    x = drawn_leaf(1000)
     seen: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -306,7 +307,7 @@ def test_hooks_around_get_arguments_that_only_a_recipe_reads() -> None:
 @pytest.mark.parametrize("outer", [lt.checkpoint, functools.partial(torch_checkpoint, use_reentrant=False)])
 def test_a_tensor_that_is_saved_in_vain_and_then_changed(outer: Function) -> None:
     """Only what is saved after the change is ever read."""
-    x, w = leaf(5), leaf(5, seed=1)
+    x, w = drawn_leaf(5), drawn_leaf(5, seed=1)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x = x * 1.0
@@ -321,7 +322,7 @@ def test_a_tensor_that_is_saved_in_vain_and_then_changed(outer: Function) -> Non
 
 
 def test_hooks_around_that_give_back_an_argument_in_another_layout() -> None:
-    x = leaf(20, 10)
+    x = drawn_leaf(20, 10)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.expand(4, 10, 20) + 1.0
@@ -337,7 +338,7 @@ def test_hooks_around_that_give_back_an_argument_in_another_layout() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_hooks_around_a_call_that_goes_another_way() -> None:
-    x = leaf(5)
+    x = drawn_leaf(5)
 
     def function(x: torch.Tensor, signs: list[torch.Tensor]) -> torch.Tensor:
         return (x.sin().exp() if signs[0] > 0 else x.exp().sin().tanh()) * x
@@ -356,7 +357,7 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_operations_of_others_are_not_run_again() -> None:
-    x = leaf(5)
+    x = drawn_leaf(5)
     assert all("twice" not in name for name in lt.lean_frontier(lambda x: (_twice(x.detach()) * x).exp(), x)[-1].again)
 
     def run(call: Function, number: int) -> Any:
@@ -368,5 +369,5 @@ def test_operations_of_others_are_not_run_again() -> None:
 
 def test_transforms_inside_are_refused_and_lean_is_named() -> None:
     with pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
-        lt.lean(lambda x: torch.func.grad(lambda t: (t.sin() * t).sum())(x) * x, leaf(5))
+        lt.lean(lambda x: torch.func.grad(lambda t: (t.sin() * t).sum())(x) * x, drawn_leaf(5))
     assert "called by lean" in caught.value.__notes__[0]

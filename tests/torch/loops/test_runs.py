@@ -9,6 +9,7 @@ import torch
 
 import lowtide.torch as lt
 from lowtide.planners.revolve import plain_runs
+from lowtide.torch.state.capture import Walk
 
 
 def counted(length: int, **options: Any) -> tuple[list[int], lt.Recording]:
@@ -127,3 +128,24 @@ def test_very_long_loops_cost_the_binomial_optimum_too(steps: int) -> None:
     with lt.record(memory=False) as receipt:
         with_twenty_snapshots(steps)
     assert (receipt.plain_runs, receipt.taping_runs) == (plain_runs(steps, 20), steps)
+
+
+def test_graphs_are_walked_once_for_each_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at every step of a stretch in which steps make more nodes than those before."""
+    walked: list[int] = []
+    really = Walk.check
+
+    def check(k: int, *rest: Any) -> None:
+        walked.append(k)
+        really(k, *rest)
+
+    monkeypatch.setattr(Walk, "check", staticmethod(check))
+    w = torch.randn(3, 3, requires_grad=True)
+
+    def step(carry: Any, k: torch.Tensor) -> Any:
+        carry = torch.tanh(carry @ w)
+        return (carry.sin().cos().sin().cos() if int(k) >= 10 else carry), carry.sum()
+
+    carry, _ = lt.checkpointed_scan(step, torch.ones(2, 3), torch.arange(60), base=60)
+    carry.sum().backward()
+    assert len(set(walked)) <= 6

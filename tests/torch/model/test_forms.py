@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -83,3 +85,32 @@ def test_blocks_with_a_scripted_part_are_kept_or_run_again_as_a_whole() -> None:
     found = train(made)
     found.assert_same(plain)
     assert found.peak <= least < plain.peak
+
+
+class _CountedBack(torch.autograd.Function):
+    """The same numbers; its backward counts those that are not 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
+        torch.nonzero(cotangent)
+        return cotangent
+
+
+class _Counting(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _CountedBack.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return out
+
+
+def test_blocks_whose_shapes_depend_on_values_have_no_lean_tape() -> None:
+    """In the backward too: each call may have another tape."""
+    chain = row_of(_Counting).plan("1GB").chain
+    forms = [option.form for k in chain.blocks() for option in chain[k].menu]
+    assert RERUN in forms
+    assert not any(form is not None and form.is_lean for form in forms)
+    plain = row_of(Mlp).plan("1GB").chain
+    assert any(option.form is not None and option.form.is_lean for k in plain.blocks() for option in plain[k].menu)

@@ -13,7 +13,7 @@ from jax.extend import core
 
 from lowtide.checks import function
 from lowtide.errors import FunctionError, InputError
-from lowtide.jax.xla.jaxprs import Leaves, call
+from lowtide.jax.xla.jaxprs import Leaves, call, replaced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,10 +98,7 @@ def trace_layer(row: Any, given: Leaves, given_tree: Any, name: str) -> tuple[La
     trees: list[Any] = []
 
     def flat(params: Leaves, leaves: Leaves) -> Leaves:
-        every = list(parts)
-        for k, param in zip(places, params, strict=True):
-            every[k] = param
-        out = called_plainly([row_tree.unflatten(every)], given_tree.unflatten(leaves))
+        out = called_plainly([row_tree.unflatten(replaced(parts, places, params))], given_tree.unflatten(leaves))
         made, tree = jax.tree.flatten(out)
         for leaf in made:
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):

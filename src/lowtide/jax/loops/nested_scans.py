@@ -31,7 +31,7 @@ from lowtide.errors import FunctionError
 from lowtide.jax.loops.step import Step
 from lowtide.jax.loops.ticks import Ticks
 from lowtide.jax.xla.buffers import buffers, read
-from lowtide.jax.xla.jaxprs import Leaves, holds_complex, is_float
+from lowtide.jax.xla.jaxprs import Leaves, batched_first, holds_complex, is_float
 
 _JOINED_NAME = "lowtide_with_tangent_of"
 # Primitives that only select or rearrange: their results, above all rows of the inputs, are recomputed, not taped.
@@ -187,11 +187,7 @@ def _joined_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, A
 
 def _joined_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
     size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
-    rows = [
-        jnp.broadcast_to(arg, (size, *arg.shape)) if dim is None else jnp.moveaxis(arg, dim, 0)
-        for arg, dim in zip(args, dims, strict=True)
-    ]
-    return _joined_p.bind(*rows), 0
+    return _joined_p.bind(*batched_first(args, dims, size)), 0
 
 
 _joined_p = core.Primitive(_JOINED_NAME)

@@ -28,7 +28,7 @@ from lowtide.jax.xla.buffers import added, buffers, instantiated, read, with_zer
 from lowtide.jax.xla.jaxprs import Leaves, call, replaced
 from lowtide.jax.xla.linear import LinearMap, apply, once
 from lowtide.planners.online import online_slots
-from lowtide.planners.revolve import least_with_slots, slots_within
+from lowtide.planners.revolve import slots_within
 
 _NO_END = 2**31 - 1  # the largest step number: the limit of a loop without one, and the step of an empty slot
 # Steps for which the table of slots is made. Beyond, every second state is a candidate, then every fourth, and so on.
@@ -220,8 +220,7 @@ class _WhileBackward:
 
 def _slots_within(step: StepCost, budget: int) -> int:
     """The most slots that fit, each with its row of the table of binomials and the number of its step."""
-    slots_within(step, budget)  # refuses a budget in which not even one fits
-    return 1 + (budget - least_with_slots(step)) // (step.state + 4 * (_MOST_REPEATS + 1))
+    return slots_within(step, budget, beside=4 * (_MOST_REPEATS + 1))
 
 
 def _binomials(slots: int) -> NDArray[np.int32]:

@@ -21,7 +21,7 @@ from lowtide.chain import Role
 from lowtide.checks import function
 from lowtide.jax.layers.trace import Layer, trace_layer
 from lowtide.jax.model.blocks import is_array, owners
-from lowtide.jax.xla.jaxprs import Leaves, nbytes, variables
+from lowtide.jax.xla.jaxprs import Leaves, last_reads, nbytes, replaced, variables
 
 OUTSIDE, LOSS = "(outside)", "(loss)"
 
@@ -93,10 +93,7 @@ def trace_model(loss: Any, params: Any, args: Any, kwargs: Any, names: Sequence[
     weights = [path[1:] for path, leaf in paths if is_array(leaf) and path[0].idx == 0]
 
     def run(leaves: Leaves) -> Any:
-        every = [leaf for _, leaf in paths]
-        for k, leaf in zip(places, leaves, strict=True):
-            every[k] = leaf
-        params, args, kwargs = tree.unflatten(every)
+        params, args, kwargs = tree.unflatten(replaced([leaf for _, leaf in paths], places, leaves))
         return loss(params, *args, **kwargs)
 
     leaves = [paths[k][1] for k in places]
@@ -186,11 +183,7 @@ def _ordered(jaxpr: core.Jaxpr, belongs: Mapping[Any, str | None]) -> _Order:
         else:
             eqns.append(eqn)
             touched.append(_single(blocks))
-    last: dict[Any, int] = {}
-    for place, eqn in enumerate(eqns):
-        last.update(dict.fromkeys(variables(eqn.invars), place))
-    last.update(dict.fromkeys(variables(jaxpr.outvars), len(eqns)))
-    return _Order(jaxpr, belongs, eqns, touched, aside, last)
+    return _Order(jaxpr, belongs, eqns, touched, aside, last_reads(eqns, jaxpr.outvars))
 
 
 def _single(blocks: frozenset[str]) -> str | None:

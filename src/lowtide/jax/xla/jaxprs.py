@@ -101,7 +101,7 @@ def transient(jaxpr: core.Jaxpr) -> int:
 
 def _transient(jaxpr: core.Jaxpr) -> tuple[int, list[bool]]:
     """The bytes of `transient`, and for each of the jaxpr's results whether it is stored."""
-    last, read_whole = _last_reads(jaxpr), _read_by_products(jaxpr)
+    last, read_whole = last_reads(jaxpr.eqns, jaxpr.outvars), _read_by_products(jaxpr)
     stored: dict[Any, int] = {}
     peak = 0
     for place, eqn in enumerate(jaxpr.eqns):
@@ -114,10 +114,10 @@ def _transient(jaxpr: core.Jaxpr) -> tuple[int, list[bool]]:
     return peak, [isinstance(var, core.Var) and var in stored for var in jaxpr.outvars]
 
 
-def _last_reads(jaxpr: core.Jaxpr) -> dict[Any, int]:
+def last_reads(eqns: Sequence[Any], results: Iterable[Any]) -> dict[Any, int]:
     """For each variable the index of the last equation that reads it; results are read at the end."""
-    last = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in variables(eqn.invars)}
-    last.update(dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns)))
+    last = {var: place for place, eqn in enumerate(eqns) for var in variables(eqn.invars)}
+    last.update(dict.fromkeys(variables(results), len(eqns)))
     return last
 
 
@@ -138,6 +138,14 @@ def call(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> Leaves:
     """Run a jaxpr with the values of its constants and arguments."""
     results: Leaves = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(consts)))(*args)
     return results
+
+
+def batched_first(leaves: Sequence[Any], dims: Sequence[int | None], size: int) -> Leaves:
+    """The leaves of a batch of this size with its axis in front; those that all examples share are repeated."""
+    return [
+        jnp.broadcast_to(leaf, (size, *leaf.shape)) if dim is None else jnp.moveaxis(leaf, dim, 0)
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
 
 
 def replaced(leaves: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> Leaves:

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from lowtide.errors import FunctionError
-
-Leaves = list[Any]
+from lowtide.jax.xla.jaxprs import Leaves, batched_first, replaced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +53,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     moving = [k for k, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
     def forward(*some: Any) -> Leaves:
-        args = list(primals)
-        for k, value in zip(moving, some, strict=True):
-            args[k] = value
-        return _forward(*args, **params)
+        return _forward(*replaced(primals, moving, some), **params)
 
     _, out = jax.jvp(forward, [primals[k] for k in moving], [tangents[k] for k in moving])
     return _apply_p.bind(*primals, **params), out
@@ -84,11 +79,7 @@ def _batch(
     A symbolic zero is no array that could be mapped over, so it is taken out before the mapped backward and put back
     inside, with the type that it has for one example.
     """
-    residuals, tangents = list(args[:count]), list(args[count:])
-    tangents = [
-        jnp.broadcast_to(tangent, (axis.size, *tangent.shape)) if dim is None else jnp.moveaxis(tangent, dim, 0)
-        for tangent, dim in zip(tangents, dims[count:], strict=True)
-    ]
+    residuals, tangents = list(args[:count]), batched_first(args[count:], dims[count:], axis.size)
     mapped = {"axis_size": axis.size, "axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
     over = list(dims[:count])
 

@@ -106,8 +106,11 @@ def checkpoint(
             call.end(stack)
             return function(*args, **kwargs)
         try:
-            with nullcontext() if first is None else first:
+            if first is None:
                 result = function(*args, **kwargs)
+            else:
+                with first:
+                    result = function(*args, **kwargs)
         except BaseException:
             call.end(stack)
             raise

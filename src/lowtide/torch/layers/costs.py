@@ -542,6 +542,10 @@ def worthwhile(points: list[LeanPoint]) -> list[LeanPoint]:
     free = next(point for point in points if point.is_free)
     saved = free.plain_tape - free.tape
     sizes = (free.plain_tape - saved / 2, free.tape, free.tape / 2)
-    chosen = {min(points, key=lambda point, size=size: abs(point.tape - size)) for size in sizes}  # type: ignore[misc]
+    chosen = {_nearest(points, size) for size in sizes}
     worth = [point for point in chosen if point.tape < (1 - _LEAST_SAVING) * point.plain_tape]
     return sorted(worth, key=lambda point: -point.tape)
+
+
+def _nearest(points: list[LeanPoint], size: float) -> LeanPoint:
+    return min(points, key=lambda point: abs(point.tape - size))

@@ -595,8 +595,8 @@ def _spares(trace: Trace, again: list[Replay], passing: set[int]) -> dict[Replay
 def _spare(trace: Trace, op: Op, passing: set[int]) -> int | None:
     # Each element of the result depends only on the elements at its own place, so it may be written there as soon as
     # those have been read, provided that all arguments that are views of the value are the same view.
-    result = op.outputs[0]
-    if op.func not in IN_PLACE or len(op.outputs) != 1 or result is None:
+    result = op.outputs[0] if len(op.outputs) == 1 else None
+    if op.func not in IN_PLACE or result is None:
         return None
     made = trace.values[result.value]
     for place, view in enumerate(op.args):

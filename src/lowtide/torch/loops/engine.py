@@ -160,7 +160,7 @@ class Engine:
         self.runner.restart()
         with recording.recomputing():
             if start:
-                self.runner.run_plainly(0, start)
+                self.runner.run_untaped(0, start)
             self._pieces.append(self.runner.tape(start, stop, put=False))
         self._connected = True
         return stop

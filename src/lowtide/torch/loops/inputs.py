@@ -54,21 +54,17 @@ class Inputs:
     Tensors that require a gradient are in `differentiable`.
     """
 
-    def __init__(self, xs: Any, length: int | None, reverse: bool, argument: str = "xs") -> None:
+    def __init__(self, xs: Any, length: int | None, reverse: bool) -> None:
         self._form = form_of(xs)
         leaves = self._form.flatten(xs)
-        names = self._form.names(argument)
+        names = self._form.names("xs")
         lengths = {name: _length(leaf, name) for leaf, name in zip(leaves, names, strict=True)}
-        self.length = _common_length(lengths, length, argument)
+        self.length = _common_length(lengths, length)
         self._last = self.length - 1 if reverse else None
         self._sources: list[Any] = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._single = self._sources[0] if type(self._form.unflatten(self._sources)) is torch.Tensor else None
-        self.tensors = [
-            (name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)
-        ]
-        self.differentiable = [leaf for _, leaf in self.tensors if leaf.requires_grad]
+        self.differentiable = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self._wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
-        self._names = names
 
     def place(self, k: int) -> int:
         """The index of the item that step k gets, and of its output."""
@@ -131,13 +127,13 @@ class Inputs:
         return self._form.unflatten([source.new_zeros(source.shape[1:]) for source in self._sources])
 
 
-def _common_length(lengths: dict[str, int | None], length: int | None, argument: str) -> int:
+def _common_length(lengths: dict[str, int | None], length: int | None) -> int:
     """The number of steps on which all inputs that have one agree; `length` is the caller's."""
     known = {name: size for name, size in lengths.items() if size is not None}
     if length is not None:
         known["length"] = whole_number(length, "length", least=0)
     if not known:
-        raise InputError(f"how many steps? give length=, or {argument} with tensors or Steps that have a length")
+        raise InputError("how many steps? give length=, or xs with tensors or Steps that have a length")
     if len(set(known.values())) > 1:
         sizes = ", ".join(f"{name}: {size:,}" for name, size in known.items())
         raise InputError(f"unequal numbers of steps ({sizes}); give all of them the same first axis")

@@ -22,7 +22,7 @@ from lowtide.chain import Chain, StepCost, Ways, Working
 from lowtide.errors import BudgetError
 from lowtide.plan import Plan
 from lowtide.planners.choose import choose, least_budget
-from lowtide.planners.revolve import slots_within
+from lowtide.planners.revolve import MORE_ROOM, slots_within
 from lowtide.sizes import parse_budget
 from lowtide.torch.loops.lean_step import LeanStep
 from lowtide.torch.loops.outputs import like_of
@@ -57,8 +57,7 @@ class ProbedCosts:
         """The most snapshots that the budget has room for, taping one step at a time."""
         least = least_budget(self.chain)
         if budget < least:
-            remedy = "raise the budget, or make the steps smaller (a smaller batch, a cheaper step)"
-            raise BudgetError(budget, least, remedy)
+            raise BudgetError(budget, least, MORE_ROOM)
         return slots_within(self.ways.single, budget)
 
 

@@ -165,9 +165,8 @@ class Pullback:
         count = len(loop.profile.outputs)
         self._outputs = grads[:count]
         self.state = grads[count:]
-        self._expected = [True] * len(
-            self.state
-        )  # by position, whether the later piece had a leaf for a gradient there
+        # By position, whether the later piece had a leaf for a gradient there.
+        self._expected = [True] * len(self.state)
         self.captured: list[torch.Tensor | None] = [None] * len(loop.captured.targets)
         self._xs = xs
         self._x_grads: list[torch.Tensor | None] = [None] * len(xs)

@@ -180,10 +180,13 @@ class StepRunner:
 
     def advance(self, start: int, stop: int) -> None:
         """Run steps [start, stop), keeping nothing but the state."""
-        run = self._run_dropping_tapes if self._tapes_always else self.run_plainly
-        outputs = run(start, stop)
+        outputs = self.run_untaped(start, stop)
         if not self._repeats.always:  # else that was done at every step
             self._note_repeat(stop, outputs)
+
+    def run_untaped(self, start: int, stop: int) -> list[Any]:
+        """Run steps [start, stop) in the way in which first runs without a tape are run; returns the last output."""
+        return (self._run_dropping_tapes if self._tapes_always else self.run_plainly)(start, stop)
 
     def run_plainly(self, start: int, stop: int) -> list[Any]:
         """Run steps [start, stop) without grad; returns the leaves of the last one's output."""
@@ -259,13 +262,13 @@ class StepRunner:
 
     # --- running steps with their tape
 
-    def tape(self, start: int, stop: int, *, put: bool | None = None, onto: Piece | None = None) -> Piece:
+    def tape(self, start: int, stop: int, *, put: bool = True, onto: Piece | None = None) -> Piece:
         """Run steps [start, stop) from the current state under grad; `last_output` is left with the last one's.
 
         The outputs of first runs are handed over, unless `put` says that somebody else does it. With `onto`, the piece
         that ends here, the result is that piece made longer.
         """
-        put = self._first_runs if put is None else put
+        put = put and self._first_runs
         with torch.enable_grad(), self.captured.in_place_of():
             piece = self._begun(start) if onto is None else onto
             # Most of all runs are reruns with one tensor for an output. Of those only the edge is noted, once the first
@@ -290,6 +293,7 @@ class StepRunner:
                 began, mark = mark, now()
                 if ends is not None or mark - began not in counts:
                     self._check_graph(piece, k, carry, y, ends, began)
+                    counts.add(mark - began)
                 k += 1
             self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
         self._end_piece(piece, stop, y)
@@ -355,12 +359,10 @@ class StepRunner:
         self, piece: Piece, k: int, carry: Any, y: Any, ends: set[GradientEdge] | None, began: int
     ) -> None:
         """Refuse step k, which has just run, if its graph reaches what is neither given nor captured."""
-        mark = now()
         if ends is None:  # not foreseen: all the way back to where the piece began
             ends, began = edge_set([*piece.starts, *piece.xs]), piece.since
         results = [*self.stepper.leaves(k, carry), *self.hidden.leaves(), *self.outputs.leaves(k, y)]
         self._walk.check(k, results, ends.union(self.captured.edges), began)
-        self._walk.node_counts.add(mark - began)
 
     def check_tape(self, stop: int) -> None:
         """Compare the end of a tape with first runs, or take note of it; the last output is let go."""

@@ -100,7 +100,6 @@ class Survey:
         self._log = Log()
         self._root = Call("", model)
         self._stack = [self._root]
-        self._births = 0
         self._packed: list[list[int]] = [[]]
         self._paths = {module: path for path, module in model.named_modules()}
         self._counts: Counter[nn.Module] = Counter()

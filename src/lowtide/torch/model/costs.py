@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lowtide.errors import BudgetError
@@ -34,12 +33,9 @@ from lowtide.torch.model.forms import run_plainly
 from lowtide.torch.model.untimed import untimed_layers
 from lowtide.torch.paper.devices import Device
 from lowtide.torch.paper.on_paper import PaperClock
-from lowtide.torch.paper.operations import word_of
+from lowtide.torch.paper.operations import ValueDependence
 from lowtide.torch.state.capture import now, pulled, seed_of
 from lowtide.torch.state.hidden import left_as_it_was
-
-# Operations whose result's shape depends on values.
-_DATA_DEPENDENT = frozenset({"nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "bincount"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +87,15 @@ class BlockCall:
         with nullcontext() if self._on_paper else left_as_it_was([module]), torch.enable_grad():
             yield module, *self.arguments()
 
-    def watched(self, form: Form, looking: Looking | None = None) -> CallBytes:
-        """The bytes of forward and backward in a form; the forward also runs under the mode `looking`."""
+    def watched(self, form: Form, depends: ValueDependence | None = None) -> CallBytes:
+        """The bytes of forward and backward in a form; both also run under the mode `depends`."""
         log = Log()
         with self.given() as (module, args, kwargs), run_in(form, module):
             if form.is_lean:  # the first call may be traced, and then holds more
                 module.forward(*args, **kwargs)
                 args, kwargs = self.arguments()
             since = now()
-            with watching(log), looking or nullcontext():
+            with watching(log), depends or nullcontext():
                 result = module.forward(*args, **kwargs)
             outputs = {log.number(tensor) for tensor in tensors_of(result)} - {0}
             cotangent = sum(tensor.nbytes for tensor in tensors_of(result) if tensor.requires_grad)
@@ -110,7 +106,7 @@ class BlockCall:
             start, _ = log.level(0, len(log.events))
             mark = len(log.events)
             if seed is not None:
-                with watching(log):
+                with watching(log), depends or nullcontext():
                     _pull(seed, args, kwargs, since)
             _, most = log.level(mark, len(log.events))
         return CallBytes(max(0, held), forward, start + most, cotangent)
@@ -124,20 +120,6 @@ class BlockCall:
             if seed is not None:
                 _pull(seed, args, kwargs, since)
             return between - began, clock() - between
-
-
-class Looking(TorchDispatchMode):
-    """Notes whether shapes depend on values, as in a mixture of experts: then the tape differs from call to call."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.at_values = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.at_values |= word_of(func) in _DATA_DEPENDENT
-        return func(*args, **(kwargs or {}))
 
 
 def _pull(seed: torch.Tensor, args: Any, kwargs: Any, since: int) -> None:
@@ -208,17 +190,17 @@ class Bench:
     def cost(self, block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCost:
         """The cost of a block that is called with such arguments; the block is left as it was."""
         call = BlockCall(block, args, kwargs, self._device is not None)
-        looking = Looking()
+        depends = ValueDependence()
         try:
-            plain = call.watched(KEEP, looking)
+            plain = call.watched(KEEP, depends)
         except RuntimeError as error:
             if "a leaf Variable" not in str(error):
                 raise
             call.changes_arguments = True
-            plain = call.watched(KEEP, looking)
+            plain = call.watched(KEEP, depends)
         seconds = self._seconds(call, KEEP)
         forms = [FormCost(KEEP, plain.held, plain.forward, plain.backward, 0.0)]
-        points = [] if looking.at_values else self._points(call)
+        points = [] if depends.found else self._points(call)
         for form, point, extra, is_settled in self._forms(block, call, points):
             try:
                 run = call.watched(form)

@@ -10,13 +10,10 @@ the driver, libraries and what the allocator cannot use.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from lowtide.errors import InputError
-
-DeviceName = Literal["h100", "a100", "rtx4090"]
 
 _RATES = {
     torch.float64: "float64",
@@ -94,7 +91,7 @@ RTX4090 = Device(
 _PRESETS: dict[str, Device] = {"h100": H100, "a100": A100, "rtx4090": RTX4090}
 
 
-def device_of(device: Device | DeviceName | str) -> Device:
+def device_of(device: Device | str) -> Device:
     """The device itself, or the preset of that name in any spelling: "h100", "H100", "RTX 4090"."""
     if isinstance(device, Device):
         return device

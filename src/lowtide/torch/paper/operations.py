@@ -1,4 +1,4 @@
-"""The arguments that a torch operation changes, and the time that it would take on a device.
+"""The arguments that a torch operation changes, whether its shapes depend on values, and its time on a device.
 
 Its schema says which arguments it writes; where the schema is incomplete, a rule here adds to it. Its time follows from
 its floating-point operations and the bytes that it moves. Floating-point operations are counted by torch's own counter
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -22,12 +23,28 @@ from lowtide.torch.paper.devices import Device
 _GATHERING = frozenset({"embedding", "index_select", "gather", "index", "take"})
 # Operations that only allocate: the values of their results are undefined.
 ALLOCATING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+# Operations whose result's shape depends on values.
+_OF_ANY_SIZE = frozenset({"nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "bincount"})
 
 
 def word_of(func: Any) -> str:
     """The operation's name without namespace and overload: "mul"."""
     name: str = func._schema.name
     return name.split("::")[-1]
+
+
+class ValueDependence(TorchDispatchMode):
+    """Notes whether shapes depend on values, as in a mixture of experts: then the tape differs from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.found |= word_of(func) in _OF_ANY_SIZE
+        return func(*args, **(kwargs or {}))
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
