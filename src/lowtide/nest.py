@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape, Tier
 from lowtide.errors import InputError
+from lowtide.plan import Plan
+from lowtide.simulate import judged
 
 _Bounds = tuple[int, int]
 
@@ -52,6 +55,61 @@ def nest_of(actions: Iterable[Action], length: int, planner: str) -> tuple[Part,
                 "its start; plan again with plan_sequential"
             )
     return reading.parts()
+
+
+@lru_cache(maxsize=64)
+def nest_of_plan(plan: Plan) -> tuple[Part, ...]:
+    """The plan's nest.
+
+    Raises:
+        InputError: the plan drops something early and recomputes it later, or uses a disk.
+        PlanError: the plan is not legal.
+    """
+    return nest_of(judged(plan), len(plan.chain), plan.planner)
+
+
+def kept_by(parts: tuple[Part, ...], kept: tuple[int, ...]) -> int:
+    """The most bytes that checkpoint calls keep at once; `kept` has the bytes that a call keeps for each step in it.
+
+    Calls side by side are alive together, the calls inside them only in one of them at a time. While a call is rerun,
+    it also sets aside the state that it finds, which takes its own bytes once more.
+    """
+    own = {part: sum(kept[part.start : part.stop]) for part in parts if part.inside}
+    return sum(own.values()) + max((own.get(part, 0) + kept_by(part.inside, kept) for part in parts), default=0)
+
+
+def copied_by(parts: tuple[Part, ...], copied: tuple[int, ...]) -> list[int]:
+    """For each step, the bytes of copies while it runs without a tape; a call from step k copies `copied[k]`."""
+    found = [0] * len(copied)
+    for part in parts:
+        if part.inside:
+            inner = copied_by(part.inside, copied)
+            for k in range(part.start, part.stop):
+                found[k] = copied[part.start] + inner[k]
+    return found
+
+
+def has_forms(parts: tuple[Part, ...]) -> bool:
+    """Whether any step has a smaller tape."""
+    return any(part.option or has_forms(part.inside) for part in parts)
+
+
+def forms_passed(parts: tuple[Part, ...], inside: bool = False) -> dict[int, set[int]]:
+    """By step, the smaller forms that it has inside checkpoint calls, where its tape is not kept in the first run."""
+    found: dict[int, set[int]] = {}
+    for part in parts:
+        if inside and part.option:
+            for k in range(part.start, part.stop):
+                found.setdefault(k, set()).add(part.option)
+        for k, forms in forms_passed(part.inside, inside=True).items():
+            found.setdefault(k, set()).update(forms)
+    return found
+
+
+def starts(parts: tuple[Part, ...]) -> set[int]:
+    """The steps whose input is held by a checkpoint call that begins with them."""
+    firsts = {part.inside[0].start for part in parts if part.inside and not part.inside[0].inside}
+    return firsts.union(*(starts(part.inside) for part in parts))
 
 
 class _Reading:

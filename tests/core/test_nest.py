@@ -9,19 +9,15 @@ from hypothesis import strategies as st
 from lowtide import InputError
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
 from lowtide.chain import Chain, Disk, StepCost, TapeOption
-from lowtide.nest import Part, nest_of
+from lowtide.nest import Part, nest_of, nest_of_plan
 from lowtide.plan import Knob, Plan, Schedule
 from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.sweep import Base, Sweep
 from lowtide.planners.unequal import Hetero
-from lowtide.simulate import judged, simulate_actions
+from lowtide.simulate import simulate_actions
 
 STEP = StepCost(state=2, tape=3)
 MENU = (TapeOption(4, 0.1), TapeOption(3, 0.2))
-
-
-def nest_of_plan(plan: Plan) -> tuple[Part, ...]:
-    return nest_of(judged(plan), len(plan.chain), plan.planner)
 
 
 def nest_with(schedule: Schedule, length: int) -> tuple[Part, ...]:

@@ -19,7 +19,7 @@ again together are planned by `unequal`, not here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
@@ -28,9 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.actions import Action, Backward, Tape
-from lowtide.chain import Chain, StepCost
+from lowtide.chain import Chain, StepCost, TapeOption
 from lowtide.checks import MOST_TOTAL, keep_whole, whole_number
 from lowtide.errors import BudgetError, InputError
+from lowtide.forms import Form
 from lowtide.plan import Bill, FrontierPoint, Knob, Plan, registered
 from lowtide.planners.block_text import SECONDS, BlockSchedule
 from lowtide.simulate import simulate_actions
@@ -215,3 +216,25 @@ def _unit(steps: list[StepCost]) -> float:
     """
     most = math.fsum(max(entry.extra for entry in step.menu) for step in steps)
     return math.ldexp(1.0, max(math.frexp(most)[1] - 50, -1000))
+
+
+def untimed(chain: Chain, unsettled: Container[tuple[str, Form | None]]) -> Chain:
+    """The chain with seconds that depend only on the menus: a form that comes later takes longer.
+
+    Measured seconds differ from run to run. The least peak that works must not, or an error could name one that does
+    not work the next time.
+
+    Forms in `unsettled`, each the name of a block and a form, get the bytes of keeping everything, so that they are
+    never chosen.
+    """
+
+    def options(name: str, step: StepCost) -> tuple[TapeOption, ...]:
+        return tuple(
+            replace(option, tape=step.tape, backward=step.working.backward, extra=float(k + 1))
+            if (name, option.form) in unsettled
+            else replace(option, extra=float(k + 1))
+            for k, option in enumerate(step.options)
+        )
+
+    steps = [replace(chain[k], options=options(name, chain[k])) for k, name in enumerate(chain.names)]
+    return chain.with_steps(steps)

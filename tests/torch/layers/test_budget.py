@@ -18,9 +18,9 @@ from torch.utils import checkpoint as torchs
 import lowtide.torch as lt
 from lowtide import BudgetError, Plan
 from lowtide.chain import Chain
+from lowtide.nest import has_forms
 from lowtide.torch import measure
 from lowtide.torch.layers.costs import measure_layers
-from lowtide.torch.layers.nested import has_forms
 from lowtide.torch.layers.sequential import LayerPlans, plan_sequential, sequential
 from tests.torch.layers.layered import ROWS, Layered, norm_last, peak_of, plain, residual, transformer, u_shaped, vgg
 

@@ -15,22 +15,11 @@ import lowtide.torch as lt
 from lowtide import InputError, Plan
 from lowtide.chain import Chain, StepCost, TapeOption
 from lowtide.forms import LayerNest, lean_form, nest_written
-from lowtide.nest import Part
+from lowtide.nest import Part, copied_by, has_forms, kept_by, nest_of_plan, starts
 from lowtide.plan import Knob, Schedule
 from lowtide.planners.unequal import Hetero
 from lowtide.torch.layers.costs import lean_points
-from lowtide.torch.layers.nested import (
-    Forms,
-    Layer,
-    Runner,
-    copied_by,
-    has_forms,
-    kept_by,
-    nest_of_plan,
-    run_lean,
-    run_nest,
-    starts,
-)
+from lowtide.torch.layers.nested import Forms, Layer, Runner, run_lean, run_nest
 from lowtide.torch.lean.graph import LeanSize
 from lowtide.torch.state.bits import same_bits
 from tests.torch.planned import products

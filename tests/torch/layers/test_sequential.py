@@ -21,8 +21,8 @@ from torch import nn
 import lowtide.torch as lt
 from lowtide import BudgetError, CheckpointError, InputError, Plan
 from lowtide.chain import Chain, Disk, StepCost, TapeOption
+from lowtide.nest import nest_of_plan
 from lowtide.planners.choose import choose, least_budget
-from lowtide.torch.layers.nested import nest_of_plan
 from lowtide.torch.layers.sequential import Sequential, checkpoint_sequential, plan_sequential, sequential
 from tests.torch.layers.layered import ROWS, Layered, assert_same, kept_by, outcome, plain, residual, u_shaped, vgg
 

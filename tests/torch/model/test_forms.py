@@ -91,11 +91,11 @@ class _CountedBack(torch.autograd.Function):
     """The same numbers; its backward counts those that are not 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(_: Any, cotangent: torch.Tensor) -> Any:
         torch.nonzero(cotangent)
         return cotangent
 

@@ -10,11 +10,10 @@ import pytest
 
 from lowtide.chain import Chain, StepCost, TapeOption, Working
 from lowtide.forms import RERUN, lean_form
-from lowtide.planners.blocks import block_frontier, choose_blocks, least_peak
+from lowtide.planners.blocks import block_frontier, choose_blocks, least_peak, untimed
 from lowtide.torch.layers import costs as layer_costs
 from lowtide.torch.layers.costs import MeasuredLayers
 from lowtide.torch.model import costs as model_costs
-from lowtide.torch.model.untimed import untimed, untimed_layers
 from tests.torch.odd_models import odd
 
 LEAN = lean_form(40, 30)
@@ -51,7 +50,7 @@ def test_what_was_found_by_seconds_is_never_chosen() -> None:
 
 def test_layers_take_as_long_as_their_tapes_are_large() -> None:
     chain = _chain(1.0)
-    row = untimed_layers(MeasuredLayers(chain, (0, 0), (0, 0), (0, 0), ((0, 0), (0, 0)), ((0, 0), (0, 0)), 0))
+    row = MeasuredLayers(chain, (0, 0), (0, 0), (0, 0), ((0, 0), (0, 0)), ((0, 0), (0, 0)), 0).untimed()
     assert row.chain is not None
     assert (row.chain[0].forward, row.chain[0].backward) == (100.0, 200.0)
     assert [option.extra for option in row.chain[1].options] == [6.0, 9.0]

@@ -13,9 +13,8 @@ from lowtide.errors import InputError
 from lowtide.jax.layers.rerun import Run, gate, run_again
 from lowtide.jax.layers.trace import Layer
 from lowtide.jax.xla.jaxprs import Leaves, has_loop
-from lowtide.nest import Part, nest_of
+from lowtide.nest import Part, nest_of_plan
 from lowtide.plan import Plan
-from lowtide.simulate import judged
 
 # A range of steps, or of layers, from left to right: the index of one whose tape is kept, or a range that is run again.
 Nest = tuple["int | Nest", ...]
@@ -27,7 +26,7 @@ def nest(plan: Plan) -> Nest:
     Raises:
         InputError: the plan is not persistent, stores states on disk, or has tapes in a smaller form.
     """
-    return _items(nest_of(judged(plan), len(plan.chain), plan.planner))
+    return _items(nest_of_plan(plan))
 
 
 def _items(parts: tuple[Part, ...]) -> Nest:

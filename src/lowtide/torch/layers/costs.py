@@ -88,6 +88,20 @@ class MeasuredLayers:
     passing: tuple[tuple[int, ...], ...]
     peak: int
 
+    def untimed(self) -> MeasuredLayers:
+        """The same with seconds in proportion to bytes, which are the same in every run."""
+        assert self.chain is not None
+        steps = [_timed_by_bytes(self.chain[k]) for k in range(len(self.chain))]
+        return replace(self, chain=self.chain.with_steps(steps))
+
+
+_LEAN_SECONDS = 0.1  # of recomputing a byte of tape in a lean form; rerunning a layer takes 1 for each byte
+
+
+def _timed_by_bytes(step: StepCost) -> StepCost:
+    options = tuple(replace(option, extra=_LEAN_SECONDS * max(0, step.tape - option.tape)) for option in step.options)
+    return replace(step, forward=float(step.tape), backward=2.0 * step.tape, options=options)
+
 
 def measure_layers(layers: list[Layer], x: Any, *, forms: bool) -> MeasuredLayers:
     """Measure layers by running each a few times; everything is left as it was, also after an exception.

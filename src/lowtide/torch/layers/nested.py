@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lowtide.chain import Chain
 from lowtide.errors import InputError
 from lowtide.forms import LayerNest, LayerRange
-from lowtide.nest import Part, nest_of
-from lowtide.plan import Plan
-from lowtide.simulate import judged
+from lowtide.nest import Part
 from lowtide.torch.checkpoint.call import checkpoint
 from lowtide.torch.lean.call import lean
 from lowtide.torch.lean.graph import LeanSize
@@ -65,61 +63,6 @@ class Forms:
 
 # (layers of the step, its number, entry of its menu from 1 on, state) -> the next state
 RunForm = Callable[[tuple[Layer, ...], int, int, Any], Any]
-
-
-@lru_cache(maxsize=64)
-def nest_of_plan(plan: Plan) -> tuple[Part, ...]:
-    """The plan's nest.
-
-    Raises:
-        InputError: the plan drops something early and recomputes it later, or uses a disk.
-        PlanError: the plan is not legal.
-    """
-    return nest_of(judged(plan), len(plan.chain), plan.planner)
-
-
-def kept_by(parts: tuple[Part, ...], kept: tuple[int, ...]) -> int:
-    """The most bytes that checkpoint calls keep at once; `kept` has the bytes that a call keeps for each step in it.
-
-    Calls side by side are alive together, the calls inside them only in one of them at a time. While a call is rerun,
-    it also sets aside the state that it finds, which takes its own bytes once more.
-    """
-    own = {part: sum(kept[part.start : part.stop]) for part in parts if part.inside}
-    return sum(own.values()) + max((own.get(part, 0) + kept_by(part.inside, kept) for part in parts), default=0)
-
-
-def copied_by(parts: tuple[Part, ...], copied: tuple[int, ...]) -> list[int]:
-    """For each step, the bytes of copies while it runs without a tape; a call from step k copies `copied[k]`."""
-    found = [0] * len(copied)
-    for part in parts:
-        if part.inside:
-            inner = copied_by(part.inside, copied)
-            for k in range(part.start, part.stop):
-                found[k] = copied[part.start] + inner[k]
-    return found
-
-
-def has_forms(parts: tuple[Part, ...]) -> bool:
-    """Whether any step has a smaller tape."""
-    return any(part.option or has_forms(part.inside) for part in parts)
-
-
-def forms_passed(parts: tuple[Part, ...], inside: bool = False) -> dict[int, set[int]]:
-    """By step, the smaller forms that it has inside checkpoint calls, where its tape is not kept in the first run."""
-    found: dict[int, set[int]] = {}
-    for part in parts:
-        if inside and part.option:
-            for k in range(part.start, part.stop):
-                found.setdefault(k, set()).add(part.option)
-        for k, forms in forms_passed(part.inside, inside=True).items():
-            found.setdefault(k, set()).update(forms)
-    return found
-
-
-def starts(parts: tuple[Part, ...]) -> set[int]:
-    """The steps whose input is held by a checkpoint call that begins with them."""
-    firsts = {part.inside[0].start for part in parts if part.inside and not part.inside[0].inside}
-    return firsts.union(*(starts(part.inside) for part in parts))
 
 
 @dataclass(frozen=True, slots=True)

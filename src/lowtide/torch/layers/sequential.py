@@ -25,24 +25,13 @@ from lowtide.chain import Chain, Working
 from lowtide.checks import function
 from lowtide.errors import BudgetError, InputError
 from lowtide.interface.cache import Cache
-from lowtide.nest import Part
+from lowtide.nest import Part, copied_by, forms_passed, has_forms, kept_by, nest_of_plan, starts
 from lowtide.plan import Knob, Plan
 from lowtide.planners.choose import check_layer_knobs, choose, least_budget
 from lowtide.planners.segments import balanced, segment_count
 from lowtide.sizes import parse_budget
 from lowtide.torch.layers.costs import MeasuredLayers, measure_layers
-from lowtide.torch.layers.nested import (
-    Forms,
-    Layer,
-    Runner,
-    copied_by,
-    forms_passed,
-    has_forms,
-    kept_by,
-    nest_of_plan,
-    starts,
-    through,
-)
+from lowtide.torch.layers.nested import Forms, Layer, Runner, through
 from lowtide.torch.memory import recording
 
 Layers = nn.Sequential | nn.ModuleList | list[Layer] | tuple[Layer, ...]

@@ -30,7 +30,6 @@ from lowtide.torch.memory.tracker import Log, tensors_of, watching
 from lowtide.torch.model.apply import run_in
 from lowtide.torch.model.blocks import FoundBlock
 from lowtide.torch.model.forms import run_plainly
-from lowtide.torch.model.untimed import untimed_layers
 from lowtide.torch.paper.devices import Device
 from lowtide.torch.paper.on_paper import PaperClock
 from lowtide.torch.paper.operations import ValueDependence
@@ -260,7 +259,7 @@ class Bench:
             row = measure_layers(list(module.children()), args[0], forms=self._device is None)
         chain = row.chain
         assert chain is not None  # a row is a block only if it has a tape
-        timeless, timely = LayerPlans(untimed_layers(row)), LayerPlans(row)
+        timeless, timely = LayerPlans(row.untimed()), LayerPlans(row)
         try:
             timeless.plan(1)
         except BudgetError as error:

@@ -25,7 +25,7 @@ from lowtide.errors import BudgetError, InputError
 from lowtide.forms import Form
 from lowtide.interface.progress import Stages
 from lowtide.plan import Knob, Plan
-from lowtide.planners.blocks import Blocks, choose_blocks, least_peak
+from lowtide.planners.blocks import Blocks, choose_blocks, least_peak, untimed
 from lowtide.sizes import format_size, parse_size
 from lowtide.torch.memory.tracker import Log, keeping_nothing, storage_bytes, tensors_of, watching
 from lowtide.torch.model.apply import apply, check_model, unapplied, unapply
@@ -34,7 +34,6 @@ from lowtide.torch.model.costs import Bench, BlockCost
 from lowtide.torch.model.loss import Loss, hooks_aside, loss_of, pull_back
 from lowtide.torch.model.optimizer import OptimizerCost, optimizer_cost
 from lowtide.torch.model.step import BaseRun, Resident
-from lowtide.torch.model.untimed import untimed
 from lowtide.torch.paper.devices import Device, device_of
 from lowtide.torch.paper.on_paper import on_paper as fake
 from lowtide.torch.state.ambient import RandomStates, aside
