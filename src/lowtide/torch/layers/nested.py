@@ -49,7 +49,7 @@ class Forms:
 
     def __call__(self, layers: tuple[Layer, ...], step: int, option: int, state: Any) -> Any:
         """Run a step from `state` with entry `option` of its menu."""
-        entry = self._chain[step].menu[option]
+        entry = self._chain[step].options[option - 1]  # the first of a menu keeps the whole tape
         lean = None if entry.form is None else entry.form.whole_lean
         if lean is None:
             raise InputError(
@@ -94,14 +94,14 @@ class Runner:
                 x = self._checkpointed(part, x, first)
                 continue
             for k in range(part.start, part.stop):
-                if recording._open:
+                if recording.is_on():
                     recording.count(plain=not taping, taping=taping)
                 if part.option:
                     x = self.lean(self.steps[k], k, part.option, x)
                 else:
                     for layer in self.steps[k]:
                         x = layer(x)
-                if first and recording._open:
+                if first and recording.is_on():
                     _count_backward(x)
         return x
 

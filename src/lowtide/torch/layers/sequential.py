@@ -239,16 +239,15 @@ class LayerPlans:
 
     def __init__(self, row: MeasuredLayers) -> None:
         self.row = row
-        self._plans: dict[int | str | None, tuple[Plan, tuple[Part, ...]]] = {}
+        self._plans: Cache[tuple[Plan, tuple[Part, ...]]] = Cache(_MOST_BUDGETS)
 
     def plan(self, budget: int | str | None) -> tuple[Plan, tuple[Part, ...]]:
         """The fastest plan within the budget, and its nest."""
-        if budget not in self._plans:
-            if len(self._plans) >= _MOST_BUDGETS:  # a sweep over budgets
-                self._plans.clear()
+        found = self._plans.get(budget)
+        if found is None:
             plan = self._choose(budget)
-            self._plans[budget] = plan, nest_of_plan(plan)
-        return self._plans[budget]
+            found = self._plans.setdefault(budget, (plan, nest_of_plan(plan)))
+        return found
 
     def _choose(self, budget: int | str | None) -> Plan:
         if budget is None:

@@ -97,6 +97,11 @@ class Recording:
 _open: list[Recording] = []  # of all threads, because a backward may run in another thread than its forward
 
 
+def is_on() -> bool:
+    """Whether anybody records."""
+    return bool(_open)
+
+
 @contextmanager
 def record(*, memory: bool = True) -> Iterator[Recording]:
     """Record the cost of the loops inside: runs, peak bytes of tensors, seconds.
