@@ -74,17 +74,20 @@ def test_every_example_has_plain_the_usual_tool_and_lowtide(shown: Shown) -> Non
         assert all(tool.startswith("Lowtide, ") for tool in ours)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["torch", "segments", "heavy"])
 def test_gradients_in_torch_have_the_same_bits(shown: Shown, name: str) -> None:
     assert [row.gradients for row in shown.of(name).values()][1:] == ["same bits"] * (len(shown.of(name)) - 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["jax", "brainstate"])
 def test_gradients_in_jax_agree_to_rounding(shown: Shown, name: str) -> None:
     for row in list(shown.of(name).values())[1:]:
         assert row.gradients == "same bits" or float(row.gradients.removesuffix(" off")) < 1e-5
 
 
+@pytest.mark.long
 def test_lowtide_takes_less_than_plain_and_keeps_its_budgets(shown: Shown) -> None:
     for row in shown.rows:
         assert row.peak < row.plain_peak or row.kind is not ToolKind.LOWTIDE
@@ -98,11 +101,13 @@ def test_lowtide_takes_less_than_plain_and_keeps_its_budgets(shown: Shown) -> No
     assert segments["Lowtide, budget=40%"].share <= 0.4
 
 
+@pytest.mark.long
 def test_what_is_on_paper_is_not_timed(shown: Shown) -> None:
     for row in shown.rows:
         assert (row.seconds is None) == (row.example == "paper") == (row.gradients == "on paper")
 
 
+@pytest.mark.long
 def test_what_is_printed(shown: Shown) -> None:
     words = " ".join(shown.text.split())
     assert "every one was legal, and the bill is the one predicted." in words
@@ -122,6 +127,7 @@ def test_what_is_printed(shown: Shown) -> None:
     assert shown.warnings == []
 
 
+@pytest.mark.long
 def test_what_is_written(shown: Shown) -> None:
     expected = {"index.html", "paper.json"} | {f"{name}.{kind}" for name in NAMES for kind in ("html", "png")}
     assert {path.name for path in shown.output.iterdir()} == expected
@@ -131,6 +137,7 @@ def test_what_is_written(shown: Shown) -> None:
     assert len(Plan.from_json((shown.output / "paper.json").read_text()).chain) == 20_000
 
 
+@pytest.mark.long
 def test_the_index_links_to_all_and_fetches_nothing(shown: Shown) -> None:
     page = (shown.output / "index.html").read_text()
     targets = set(re.findall(r'(?:href|src)="([^"]*)"', page))

@@ -75,6 +75,7 @@ def test_the_losses_of_the_tutorial_agree(
     assert worst <= 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reset", ["soft", "hard"])
 @pytest.mark.parametrize("knobs", [{"base": 7}, {"checkpoints": 3}], ids=str)
 def test_neurons_agree_in_values_and_gradients(
