@@ -3,8 +3,11 @@
 The first run builds its graph as always, so that outputs, hooks, shared weights and the order of every sum are those of
 the plain call. Only the tensors that autograd saves are not kept: a pair of saved-tensor hooks saves their numbers
 instead. When the backward unpacks the first number, the function runs once more, and the tensors that autograd saves in
-that rerun are those that the numbers stand for. The rerun finds its surroundings, random numbers and settings as the
-first run found them, or raises an error (`surroundings.py`, `draws.py`, `ambient.py` and `mismatch.py` in `state/`).
+that rerun are those that the numbers stand for. They are stored detached: the rerun's graph is not needed, and what the
+backward never asks for must not keep it alive. The rerun finds owners, arguments, generators and settings as the
+first run found them (`owners.py`, `arguments.py`, `generators.py` and `ambient.py` in `state/`). Whatever else a function
+can see is not followed; instead samples of what both runs save are compared, and a difference is an error (`samples.py`,
+`mismatch.py`).
 
 Calls may be nested. The arguments of an inner call are then saved through the outer call's hooks, so they are not kept
 either; before an inner call is rerun, the calls around it are, from the outside in.
@@ -14,30 +17,28 @@ from __future__ import annotations
 
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from functools import partial
+from inspect import signature
 from itertools import count
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.checks import function as check_function
-from lowtide.errors import CheckpointError, InputError, OtherDrawsError
+from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient
-from lowtide.torch.state.bits import fingerprint
-from lowtide.torch.state.draws import Draws, Standstill
-from lowtide.torch.state.mismatch import Differs, Likeness, Naming, Place, in_words, value_in_words
-from lowtide.torch.state.notes import KeptTensors
-from lowtide.torch.state.reach import ATOMS
-from lowtide.torch.state.surroundings import Surroundings, begin_meeting, end_meeting
-from lowtide.torch.state.trees import TreeForm, form_of
+from lowtide.torch.state.arguments import KeptTensors, Structure
+from lowtide.torch.state.generators import Generators
+from lowtide.torch.state.mismatch import Differs, Likeness, Naming, Place, in_words
+from lowtide.torch.state.owners import Owners, begin_meeting, end_meeting
+from lowtide.torch.state.samples import Sample, compare_later, may_be_unfilled, sample_of, whole_sample_of
 
 Result = TypeVar("Result")
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -49,7 +50,13 @@ _set_grad = torch._C._set_grad_enabled
 _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 _CHECKS = ("default", "none")
-_LEAN_HOOKS_MODULE = "lowtide.torch.lean.tape"  # its pack hooks call ours: their frames are no part of the function
+_SIMPLE = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size})  # arguments
+# An operation may save what it has yet to fill, such as the noise of rrelu, and so many tensors more before it runs.
+_LATE = 1
+# Operations that save tensors of which they leave parts unfilled, such as the noise of rrelu in eval.
+_PARTLY_FILLED = frozenset(f"torch.{place}{name}" for place in ("", "nn.functional.") for name in ("ctc_loss", "rrelu"))
+_NO_GENERATORS = nullcontext()
+_OTHER_VALUES = "its values are not those of the first run"
 
 
 def checkpoint(
@@ -62,7 +69,7 @@ def checkpoint(
     early_stop: bool = True,
     preserve_rng_state: bool = True,
     contexts: Iterable[Callable[[], AbstractContextManager[Any]]] = (),
-    check_rerun: bool = False,
+    check_rerun: bool | None = None,
     **kwargs: Any,
 ) -> Result:
     """Call `function(*args, **kwargs)` without keeping its tape; the function runs again when the backward needs it.
@@ -79,29 +86,35 @@ def checkpoint(
         determinism_check: "default" compares shape, dtype and device of the tensors that autograd saves in both runs;
             "none" compares only their number.
         debug: also remember where the first run saved each tensor, for the error message if a rerun differs.
-        early_stop: end the rerun when it has made the last tensor that is needed, and has drawn the last random number
-            of the first run, so that draws can be compared.
+        early_stop: end the rerun when it has made the last tensor that is needed.
         preserve_rng_state: draw the same random numbers in the rerun: those of torch, Python and numpy, and of
-            generators that the function can reach.
+            generators in arguments, modules and closures.
         contexts: functions that make context managers to be entered for reruns. Autocast, default dtype and device and
             `sdpa_kernel` are restored without being listed here.
-        check_rerun: compare the values of the tensors that autograd saves in both runs, not only their shapes.
+        check_rerun: what is compared of the tensors that autograd saves in both runs: by default samples, small
+            tensors whole and at least 1,024 numbers of a large one; with True every bit, with False only shapes.
         kwargs: its keyword arguments.
+
+    Raises:
+        CheckpointError: in the backward, if the rerun differs from the first run; `.grad` is then not to be trusted.
     """
     if _compiling():  # pragma: no cover  (it is traced, not run)
         return _traced(function, args, kwargs, context_fn, preserve_rng_state)
     if not torch.is_grad_enabled() or recording.runs_plainly() or _transformed() is not None:
         return function(*args, **kwargs)
+    if contexts or check_rerun is not None:
+        contexts, check_rerun, kwargs = _own_keywords(function, contexts, check_rerun, kwargs)
     if determinism_check not in _CHECKS:
         raise InputError(f"determinism_check={determinism_check!r} is not known; give one of {', '.join(_CHECKS)}")
     check_function(function, "function")
     stack = _thread.calls
     first, again = (None, None) if context_fn is None else context_fn()
+    result: Any = None  # a context that suppresses an exception leaves it so
     try:
         if len(stack) > 8:
             _make_room(24)
         call = _Call(function, args, kwargs, early_stop, Ambient(contexts), again)
-        call.begin(stack, determinism_check == "none", check_rerun, debug, preserve_rng_state)
+        call.begin(stack, _Noted(determinism_check == "none", check_rerun, debug), preserve_rng_state)
         if call.is_lazy:
             call.end(stack)
             return function(*args, **kwargs)
@@ -111,10 +124,8 @@ def checkpoint(
             else:
                 with first:
                     result = function(*args, **kwargs)
-        except BaseException:
+        finally:
             call.end(stack)
-            raise
-        drawn = call.end(stack)
     except RecursionError:
         if len(stack) < 20:  # the function's own recursion, not nested checkpoint calls
             raise
@@ -122,8 +133,23 @@ def checkpoint(
             f"checkpoint calls are nested {len(stack):,} deep, and Python's stack of {sys.getrecursionlimit():,} "
             "frames is full; nest fewer of them, or raise sys.setrecursionlimit"
         ) from None
-    call.finish(drawn)
-    return result
+    call.finish()
+    return result  # type: ignore[no-any-return]
+
+
+def _own_keywords(
+    function: Any, contexts: Any, check_rerun: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The two arguments that torch's checkpoint does not have, handed on to a function with parameters of their names."""
+    try:
+        names = signature(function.forward if isinstance(function, nn.Module) else function).parameters
+    except (TypeError, ValueError):  # a function of C, which does not say
+        return contexts, check_rerun, kwargs
+    if contexts and "contexts" in names:
+        contexts, kwargs = (), {**kwargs, "contexts": contexts}
+    if check_rerun is not None and "check_rerun" in names:
+        check_rerun, kwargs = None, {**kwargs, "check_rerun": check_rerun}
+    return contexts, check_rerun, kwargs
 
 
 def _traced(
@@ -144,6 +170,7 @@ def _traced(
 class _CheckpointThread(threading.local):
     def __init__(self) -> None:
         self.calls: list[tuple[_Call, bool]] = []  # calls that are running, outermost first; True for a rerun
+        self.has_stopped = False  # whether the latest rerun was ended
 
 
 _thread = _CheckpointThread()
@@ -159,11 +186,110 @@ class _Stop(BaseException):
     """Ends a rerun that has saved all it needs. Not an Exception, so that no `except Exception` catches it."""
 
 
+def _stop() -> NoReturn:
+    _thread.has_stopped = True
+    raise _Stop
+
+
 # Equal likenesses (shape, dtype, device) are interned, and so are rows of them, because most calls are like the one
 # before: a call then costs a reference instead of a tuple for each saved tensor.
 _likenesses: dict[Likeness, Likeness] = {}
 _rows: dict[int, tuple[Likeness, ...]] = {}  # by length, the latest row
+_intern = _likenesses.setdefault
 _MOST_LIKENESSES = 10_000  # that are interned; above that the cache is cleared
+
+
+class _Noted:
+    """What the first run notes of the tensors that autograd saves: their number, likeness, samples and places."""
+
+    __slots__ = ("_places", "_sample", "_waiting", "count", "exempt", "late", "likes", "samples")
+
+    def __init__(self, uncompared: bool, check_rerun: bool | None, debug: bool) -> None:
+        self.count = -1  # how many there are; -1 until the first run is over
+        self.likes: Any = None if uncompared else []
+        self.samples: Any = None if check_rerun is False or (uncompared and not check_rerun) else []
+        self.late: dict[int, Sample] = {}  # second samples, by number, of tensors that may have been filled since
+        self.exempt: set[int] = set()  # numbers of tensors that no two runs have alike
+        self._sample = whole_sample_of if check_rerun else sample_of
+        self._waiting: list[tuple[int, torch.Tensor]] = []  # for that
+        self._places: list[Place] | Iterator[int] | None = [] if debug else None
+
+    def hook(self) -> Callable[[torch.Tensor], int]:
+        """The first run's pack hook."""
+        if len(_likenesses) > _MOST_LIKENESSES:  # a program whose shapes never repeat
+            _likenesses.clear()
+        if self.likes is not None and self.samples is not None and self._places is None:
+            return self._pack
+        if self.likes is None and self.samples is None and self._places is None:
+            # `next(counter, tensor)` takes the tensor as its default and drops it, without running any Python.
+            self._places = count()
+            return partial(next, self._places)
+        return self._pack_some
+
+    def _pack(self, tensor: torch.Tensor) -> int:
+        """Note a tensor's likeness and sample: the usual case, and quick."""
+        like = (tensor.shape, tensor.dtype, tensor.device)
+        self.likes.append(_intern(like, like))
+        samples = self.samples
+        samples.append(self._sample(tensor))
+        number = len(samples) - 1
+        if self._waiting or not tensor.requires_grad:
+            self._wait(number, tensor)
+        return number
+
+    def _pack_some(self, tensor: torch.Tensor) -> int:
+        """Note what is asked for."""
+        number = self.so_far()
+        if self.likes is not None:
+            self.likes.append(_like(tensor))
+        if self.samples is not None:
+            self.samples.append(self._sample(tensor))
+            self._wait(number, tensor)
+        if isinstance(self._places, list):
+            self._places.append(Place())
+        return number
+
+    def _wait(self, number: int, tensor: torch.Tensor) -> None:
+        """Have a second look at a tensor that the operation that saves it may have to fill yet, such as noise."""
+        if may_be_unfilled(tensor):
+            self._waiting.append((number, tensor))
+        self._look_again(number - _LATE)
+
+    def _look_again(self, below: int) -> None:
+        while self._waiting and self._waiting[0][0] < below:
+            number, tensor = self._waiting.pop(0)
+            self.late[number] = self._sample(tensor)
+
+    def so_far(self) -> int:
+        """How many tensors the first run has saved, now or by its end."""
+        if self.count >= 0:
+            return self.count
+        for row in (self.likes, self.samples, self._places):
+            if isinstance(row, list):
+                return len(row)
+        return next(copy(self._places))  # type: ignore[arg-type]  # a count cannot be read without advancing it
+
+    def finish(self) -> None:
+        """The first run is over."""
+        self.count = self.so_far()
+        self._look_again(self.count)
+        if self.samples is not None and all(type(sample) is int for sample in self.samples):
+            self.samples = array("Q", self.samples)
+        if self.likes is not None:
+            row = tuple(self.likes)
+            usual = _rows.setdefault(len(row), row)
+            if usual != row:
+                _rows[len(row)] = usual = row
+            self.likes = usual
+
+    def sample(self, tensor: torch.Tensor) -> Sample:
+        """A sample as the first run took them."""
+        return self._sample(tensor)
+
+    def place(self, number: int) -> Place | None:
+        """Where in the user's code the tensor with this number was saved, if that was noted."""
+        places = self._places
+        return places[number] if isinstance(places, list) and number < len(places) else None
 
 
 class _Call:
@@ -171,24 +297,18 @@ class _Call:
 
     __slots__ = (
         "_ambient",
-        "_atoms",
+        "_arguments",
         "_context",
-        "_count",
-        "_counter",
-        "_draws",
         "_early_stop",
-        "_ended",
-        "_form",
         "_function",
+        "_generators",
         "_held",
         "_hidden",
         "_keys",
-        "_likes",
+        "_noted",
+        "_owners",
         "_places",
-        "_standstill",
-        "_surroundings",
-        "_values",
-        "_wheres",
+        "_structure",
         "is_lazy",
         "outer",
         "store",
@@ -206,7 +326,6 @@ class _Call:
     ) -> None:
         self._function = function
         self._early_stop = early_stop
-        self._ended = False  # whether `_Stop` was raised in the latest rerun
         self._keys = tuple(kwargs)
         self._ambient = ambient
         self._context = context
@@ -215,128 +334,68 @@ class _Call:
         self.is_lazy = False
         self.store: list[torch.Tensor | None] = []  # saved by the latest rerun; None once handed out
         self.versions: list[int] = []
-        self._count = -1  # how many tensors the first run saved; -1 until it is over
-        self._counter: Iterator[int] | None = None  # counts them where they are not compared
-        self._likes: Any = None  # the likeness of each where they are
-        self._values: list[tuple[int, str]] | None = None
-        self._wheres: list[Place] | None = None
+        self._noted: _Noted
         self._hidden: KeptTensors | None = None
-        self._surroundings: Surroundings | None = None
-        self._draws: Draws | None = None  # in the first run, and after it if a generator may have moved
-        self._standstill: Standstill | None = None  # after a first run that moved no generator
+        self._owners: Owners | None = None
+        self._generators: Generators | None = None
         self._take(args, kwargs)
 
     # --- the first run
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Split the arguments into tensors, which are kept for reruns, and the rest."""
-        leaves: list[Any] = [*args, *kwargs.values()]
-        self._form: TreeForm | None = None
-        if any(type(leaf) not in ATOMS and not isinstance(leaf, torch.Tensor) for leaf in leaves):
-            self._form = form_of(leaves)
-            leaves = self._form.flatten(leaves)
-        tensors, places = [], []
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                tensors.append(leaf)
-                places.append(place)
-                leaves[place] = None
-        self._atoms = leaves
-        self._places = places
-        self._keep_arguments(tensors)
-
-    def _keep_arguments(self, tensors: list[torch.Tensor]) -> None:
+        values: list[Any] = [*args, *kwargs.values()]
+        tensors: list[torch.Tensor] = []
+        self._places: list[int] = []
+        self._structure: Structure | None = None
+        self._arguments = values
+        for place, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+                self._places.append(place)
+            elif type(value) not in _SIMPLE:
+                tensors.clear()
+                self._arguments = []  # until the first run begins: modules, functions and generators among them
+                self._structure = Structure(values, tensors, self._arguments)
+                break
+        else:
+            for place in self._places:
+                values[place] = None
         top = _top_hooks(False)
         around = getattr(top[1], "__self__", None) if top is not None else None
         if isinstance(around, _Call):
-            before = around.saved_so_far()
+            before = around._noted.so_far()
             self._held = KeptTensors(tensors, through_hooks=True)
-            self.outer = (around, before, around.saved_so_far())
+            self.outer = (around, before, around._noted.so_far())
         else:
             self._held = KeptTensors(tensors, through_hooks=top is not None)
 
-    def begin(
-        self, stack: list[tuple[_Call, bool]], uncompared: bool, values: bool, debug: bool, preserve_rng_state: bool
-    ) -> None:
-        """Begin the first run: until `end`, the hooks of this call are on and its surroundings are noted."""
-        draws = Draws(self._function) if preserve_rng_state and _fake_mode() is None else None
-        pack = self._noting_hook(uncompared, values, debug, draws is not None and draws.among_threads())
-        try:
-            self._surroundings = Surroundings(_ignored if draws is None else draws.follow)
-            self._surroundings.find_call(self._function, self._atoms)
-            _push_hooks(pack, self.unpack)
-        except BaseException:
-            if draws is not None:
-                draws.leave()
-            raise
-        self.is_lazy = self._surroundings.is_lazy
-        self._draws = draws
-        if self.outer is not None and draws is not None:
-            around, before, after = self.outer
-            if around._draws is not None and after > before:
-                around._draws.begin_inner(after, draws)
-        begin_meeting(self._surroundings)
+    def begin(self, stack: list[tuple[_Call, bool]], noted: _Noted, preserve_rng_state: bool) -> None:
+        """Begin the first run: until `end`, the hooks of this call are on and its owners are noted."""
+        self._noted = noted
+        if preserve_rng_state and _fake_mode() is None:
+            self._generators = Generators()
+        self._owners = owners = Owners(_ignored if self._generators is None else self._generators.follow)
+        owners.find_call(self._function, self._arguments if self._structure is not None else [])
+        self.is_lazy = owners.is_lazy
+        _push_hooks(noted.hook(), self.unpack)
+        begin_meeting(owners)
         stack.append((self, False))
 
-    def _noting_hook(
-        self, uncompared: bool, values: bool, debug: bool, among_threads: bool
-    ) -> Callable[[torch.Tensor], int]:
-        """The first run's pack hook: counts tensors or notes their likeness, and if needed their values and places."""
-        pack: Callable[[torch.Tensor], int]
-        if uncompared:
-            self._counter = count()
-            # `next(counter, tensor)` takes the tensor as its default and drops it, without running any Python.
-            pack = partial(next, self._counter)
-        else:
-            self._likes = []
-            pack = _noting(self._likes)
-        if not (values or debug or among_threads):
-            return pack
-        self._values = [] if values or among_threads else None
-        self._wheres = [] if debug else None
-        return partial(self._pack_with_care, pack, values)
-
-    def _pack_with_care(self, pack: Callable[[torch.Tensor], int], in_words: bool, tensor: torch.Tensor) -> int:
-        if self._values is not None:
-            self._values.append((fingerprint(tensor), value_in_words(tensor) if in_words else "of other values"))
-        if self._wheres is not None:
-            self._wheres.append(Place())
-        return pack(tensor)
-
-    def saved_so_far(self) -> int:
-        """How many tensors the first run has saved, now or by its end."""
-        if self._count >= 0:
-            return self._count
-        if self._counter is None:
-            return len(self._likes)
-        return next(copy(self._counter))  # a count cannot be read without advancing it
-
-    def end(self, stack: list[tuple[_Call, bool]]) -> list[Any] | None:
-        """End the first run, also after an exception; returns the states in which it left the random generators."""
+    def end(self, stack: list[tuple[_Call, bool]]) -> None:
+        """End the first run, also after an exception."""
         _pop_hooks()
         stack.pop()
         end_meeting()
-        return None if self._draws is None else self._draws.leave()
 
-    def finish(self, drawn: list[Any] | None) -> None:
+    def finish(self) -> None:
         """After a first run without an exception, keep what a rerun needs and nothing else."""
-        assert self._surroundings is not None
-        self._count = self.saved_so_far()
-        if self._draws is not None and drawn is not None:
-            found = self._draws.finish(drawn, self._count)
-            if isinstance(found, Standstill):
-                self._draws, self._standstill = None, found
+        assert self._owners is not None
+        self._noted.finish()
         self._held.settle()
-        self._surroundings, hidden = self._surroundings.finish()
+        self._owners, hidden = self._owners.finish()
         if hidden:
             self._hidden = KeptTensors(hidden, through_hooks=_top_hooks(False) is not None)
-        if self._likes is not None:
-            row = tuple(self._likes)
-            self._likes.clear()  # the graph holds the list, through the pack hook
-            usual = _rows.setdefault(len(row), row)
-            if usual != row:
-                _rows[len(row)] = usual = row
-            self._likes = usual
 
     # --- reruns
 
@@ -372,161 +431,115 @@ class _Call:
 
     def rerun(self) -> None:
         """Run the function again, and put the tensors that it saves into `store`."""
-        if self._surroundings is not None and self._count >= 0:
-            self._surroundings.check()
-        wanted = self.saved_so_far()
-        stops = self._early_stop and sys.getprofile() is None
-        whole = self._count >= 0 and not (stops and self._draws is None)
-        saved: list[torch.Tensor] = []
-        versions: list[int] = []
-        pack = self._packing(saved, versions, wanted, whole, self._draws if stops else None)
+        if self._owners is not None and self._noted.count >= 0:
+            self._owners.check()
+        rerun = _Rerun(self._noted, stops=self._early_stop or self._noted.count < 0, error=self._explained)
         try:
-            self._run(pack, saved, whole)
-            if len(saved) < wanted:
-                self._too_few(len(saved), wanted)
+            self._run(rerun.hook(), rerun.saved, rerun.finish)
         except Differs as differs:
-            raise self._explained(differs) from None
-        except OtherDrawsError as error:
-            if not error.crowded or self._draws_from_torch():
-                raise
-        self.store, self.versions = list(saved), versions
-        saved.clear()  # breaks a cycle: the rerun's graph holds the list, and its tensors hold the graph
+            error = self._explained(differs)
+            if error is not None:
+                raise error from None
+            self.rerun()
+            return
+        self.store, self.versions = rerun.saved, rerun.versions
 
-    def _packing(
-        self, saved: list[torch.Tensor], versions: list[int], wanted: int, whole: bool, draws: Draws | None
-    ) -> Callable[[torch.Tensor], int]:
-        """The rerun's pack hook.
-
-        At the last tensor that is needed, it ends the rerun, before the operation that saves the tensor has run. But a
-        tensor without a gradient, like the noise of rrelu, may be scratch space that the operation has yet to fill.
-        Then a profile function ends the rerun at the next call or return of a function that is running now. Code that
-        Python runs on its own meanwhile, such as a finalizer, is not interrupted.
-
-        A rerun of the `whole` function is not ended here, unless all of its `draws` have been made by then.
-        """
-        likes, values = self._likes, self._values
-        append, note = saved.append, versions.append
-        running: set[int] = set()
-        stopping = False
-
-        def pack(tensor: torch.Tensor) -> int:
-            nonlocal running, stopping
-            number = len(saved)
-            if number >= wanted:
-                if whole and not stopping:
-                    raise Differs(number, f"nothing more, after {wanted:,} tensors", in_words(_like(tensor)))
-                return number  # the function has caught `_Stop` and goes on
-            if likes is not None and likes[number] != (tensor.shape, tensor.dtype, tensor.device):
-                raise Differs(number, in_words(likes[number]), in_words(_like(tensor)))
-            if values is not None and values[number][0] != fingerprint(tensor):
-                raise Differs(number, values[number][1], value_in_words(tensor))
-            append(tensor)
-            note(tensor._version)
-            if number + 1 == wanted and (not whole or (draws is not None and draws.are_made())):
-                stopping = True
-                if tensor.requires_grad and (number == 0 or saved[-2].requires_grad):
-                    self._ended = True
-                    raise _Stop
-                running = _frames_above(sys._getframe())
-                sys.setprofile(stop)
-            return number
-
-        def stop(frame: FrameType, *_: object) -> None:  # pragma: no cover  (coverage is off inside a profile function)
-            if id(frame) in running:
-                raise _Stop
-
-        return pack
-
-    def _run(self, pack: Callable[[torch.Tensor], int], saved: list[torch.Tensor], whole: bool) -> None:
-        leaves = list(self._atoms)
-        for place, tensor in zip(self._places, self._held.again(), strict=True):
-            leaves[place] = tensor
-        if self._form is not None:
-            leaves = self._form.unflatten(leaves)
+    def _run(
+        self, pack: Callable[[torch.Tensor], int], saved: list[torch.Tensor | None], finish: Callable[[], None]
+    ) -> None:
+        """Run the function as it ran first, with this pack hook, and `finish` before anything is put back."""
+        tensors = self._held.again()
+        if self._structure is not None:
+            values = self._structure.with_tensors(tensors)
+        else:
+            values = list(self._arguments)
+            for place, tensor in zip(self._places, tensors, strict=True):
+                values[place] = tensor
         kwargs: dict[str, Any] = {}
         if self._keys:
-            positional = len(leaves) - len(self._keys)
-            kwargs = dict(zip(self._keys, leaves[positional:], strict=True))
-            leaves = leaves[:positional]
-        still = nullcontext() if self._standstill is None else self._standstill.again()
-        if self._surroundings is None and self._draws is None and self._context is None and self._ambient.is_now():
-            with still:
-                self._run_here(pack, saved, leaves, kwargs)
+            positional = len(values) - len(self._keys)
+            kwargs = dict(zip(self._keys, values[positional:], strict=True))
+            values = values[:positional]
+        if self._owners is None and self._context is None and self._ambient.is_now():
+            with _NO_GENERATORS if self._generators is None else self._generators.again():
+                self._run_here(pack, saved, values, kwargs)
+                finish()
             return
         with ExitStack() as contexts:
-            if self._surroundings is not None:
+            if self._owners is not None:
                 hidden = self._hidden.again() if self._hidden is not None else []
-                contexts.enter_context(self._surroundings.as_before(hidden))
-            if self._draws is not None:
-                contexts.enter_context(self._draws.again(to_the_end=whole and self._values is None))
-            contexts.enter_context(still)
+                contexts.enter_context(self._owners.as_before(hidden))
+            if self._generators is not None:
+                contexts.enter_context(self._generators.again())
             if not self._ambient.is_now():
                 contexts.enter_context(self._ambient.again(cached=True))
             if self._context is not None:
                 contexts.enter_context(self._context)
-            self._run_here(pack, saved, leaves, kwargs)
+            self._run_here(pack, saved, values, kwargs)
+            finish()
 
     def _run_here(
-        self, pack: Callable[[torch.Tensor], int], saved: list[torch.Tensor], args: list[Any], kwargs: dict[str, Any]
+        self,
+        pack: Callable[[torch.Tensor], int],
+        saved: list[torch.Tensor | None],
+        args: list[Any],
+        kwargs: dict[str, Any],
     ) -> None:
-        stack, grad, profile = _thread.calls, torch.is_grad_enabled(), sys.getprofile()
+        stack, grad = _thread.calls, torch.is_grad_enabled()
         stack.append((self, True))
         with recording.recomputing():
             _set_grad(True)
             _push_hooks(pack, saved.__getitem__)
-            self._ended = False
+            _thread.has_stopped = False
             try:
                 self._function(*args, **kwargs)
             except _Stop:
                 pass
             except RuntimeError:
-                if not self._ended:  # TorchScript turns every exception, `_Stop` too, into a RuntimeError
+                if not _thread.has_stopped:  # TorchScript turns every exception, `_Stop` too, into a RuntimeError
                     raise
             finally:
-                if sys.getprofile() is not profile:
-                    sys.setprofile(profile)
                 _pop_hooks()
                 _set_grad(grad)
                 stack.pop()
 
     # --- what went wrong
 
-    def _too_few(self, number: int, wanted: int) -> None:
-        then = "another one" if self._likes is None else in_words(self._likes[number])
-        raise Differs(number, then, f"nothing more, where the first run saved {wanted:,}")
+    def _explained(self, differs: Differs) -> CheckpointError | None:
+        """The error for a rerun that differs; runs once more up to that tensor, to find the operation and its line.
 
-    def _explained(self, differs: Differs) -> CheckpointError:
-        """The error for a rerun that differs; runs once more up to that tensor, to find the operation and its line."""
-        saved: list[torch.Tensor] = []
+        None if the operation is one that leaves parts of its results unfilled: from now on these are not compared.
+        """
         naming, place, function = Naming(), None, ""
+        saved: list[torch.Tensor | None] = []
 
         def pack(tensor: torch.Tensor) -> int:
             nonlocal place, function
             if len(saved) == differs.number:
                 place, function = Place(), naming.function
-                raise _Stop
-            saved.append(tensor)
+                _stop()
+            saved.append(tensor.detach())
             return len(saved) - 1
 
-        def run() -> None:
-            with naming:
-                self._run(pack, saved, whole=False)
-
         try:
-            run()
+            with naming:
+                self._run(pack, saved, lambda: None)
         except Exception:  # whatever it is, the first error is the one to report
             place = None
-        where = ""
+        if function in _PARTLY_FILLED and differs.in_values:
+            self._noted.exempt.add(differs.number)
+            return None
+        where, noted = "", self._noted.place(differs.number)
         if place is not None:
             where = f", saved by {function or 'an operation'}{self._at(place)}"
-        elif self._wheres is not None and differs.number < len(self._wheres):
-            where = f", which the first run saved{self._at(self._wheres[differs.number])}"
-        hint = "state that it keeps where Lowtide cannot see it, branches on such state, kernels that do not repeat"
-        if self._draws is not None:
-            hint += ", other threads that draw from the same random generator"
+        elif noted is not None:
+            where = f", which the first run saved{self._at(noted)}"
         return CheckpointError(
-            f"the rerun differs from the first run at saved tensor {differs.number:,}{where}: it was {differs.then}, "
-            f"now it is {differs.now}. The function has to do the same each time it runs: look for {hint}"
+            f"the rerun differs from the first run at saved tensor {differs.number:,}{where}: {differs.how}. "
+            "The function has to do the same each time it runs, and `.grad` is not to be "
+            "trusted after this error. Look for a counter, iterator or cache outside its modules and arguments (make "
+            "it an attribute of the module, or an argument), for what was changed between forward and backward, for "
+            "other threads that draw from the same random generator, and for kernels that do not repeat"
         )
 
     def _at(self, place: Place) -> str:
@@ -536,44 +549,96 @@ class _Call:
         return f"{path} ({place.line})"
 
     def _path_of(self, module: nn.Module) -> str:
-        return type(module).__name__ if self._surroundings is None else self._surroundings.path_of(module)
+        return type(module).__name__ if self._owners is None else self._owners.path_of(module)
 
-    def _draws_from_torch(self) -> bool:
-        """Whether the function draws random numbers from torch; if not, another thread advanced the generator."""
-        seeing, saved = _SeeingDraws(), []
+
+class _Rerun:
+    """The tensors that autograd saves in one rerun, each compared with its twin in the first run."""
+
+    __slots__ = ("_error", "_late", "_noted", "_stops", "_unfilled", "_wanted", "saved", "versions")
+
+    def __init__(self, noted: _Noted, *, stops: bool, error: Callable[[Differs], CheckpointError | None]) -> None:
+        self._noted = noted
+        self._wanted = noted.so_far()
+        self._stops = stops  # whether the rerun ends when it has all that is wanted
+        self._error = error
+        self._late: list[tuple[int, torch.Tensor]] = []  # which the operation that saves them may have to fill yet
+        self._unfilled = -1 - _LATE  # the latest that may be of that kind
+        self.saved: list[torch.Tensor | None] = []
+        self.versions: list[int] = []
+
+    def hook(self) -> Callable[[torch.Tensor], int]:
+        """The rerun's pack hook.
+
+        At the last tensor that is wanted it ends the rerun, before the operation that saves it has run; unless that
+        operation may have to fill one of them yet: then at the next tensor.
+        """
+        likes, late, wanted, compare = self._noted.likes, self._late, self._wanted, self._compare_soon
+        saved, append, note = self.saved, self.saved.append, self.versions.append
+        ends = wanted - 1 if self._stops else -1
+        # Samples of a first run that is not over yet may not have been taken.
+        sample = self._noted.sample if self._noted.count >= 0 and self._noted.samples is not None else None
+        samples = self._noted.samples
 
         def pack(tensor: torch.Tensor) -> int:
-            saved.append(tensor)
-            return len(saved) - 1
+            number = len(saved)
+            if number >= wanted:
+                return self._beyond(tensor)
+            if likes is not None and likes[number] != (tensor.shape, tensor.dtype, tensor.device):
+                raise Differs(number, f"it was {in_words(likes[number])}, now it is {in_words(_like(tensor))}")
+            note(tensor._version)
+            if tensor.requires_grad:
+                # Detached, or what the backward never asks for would keep the rerun's graph, which has this hook.
+                append(tensor.detach())
+            else:
+                append(tensor)
+                if may_be_unfilled(tensor):
+                    self._unfilled = number
+            if sample is not None:
+                now = sample(tensor)
+                if type(now) is not int or now != samples[number]:
+                    compare(number, tensor, now)
+            if late:
+                self._compare_late(number - _LATE)
+            if number == ends and number - self._unfilled > _LATE:
+                _stop()
+            return number
 
-        with seeing:
-            self._run(pack, saved, whole=False)
-        return seeing.seen
+        return pack
 
+    def _beyond(self, tensor: torch.Tensor) -> int:
+        """A tensor more than is wanted: the rerun ends here, unless the function has caught `_Stop` and goes on."""
+        if self._stops:
+            return self._wanted if _thread.has_stopped else _stop()
+        raise Differs(self._wanted, f"the first run saved no more than {self._wanted:,}, now {in_words(_like(tensor))}")
 
-class _SeeingDraws(TorchDispatchMode):
-    """Notes whether an operation draws random numbers."""
+    def _compare_soon(self, number: int, tensor: torch.Tensor, now: Sample) -> None:
+        """Compare a sample on a device, or one that differs: later, if the tensor may have to be filled yet."""
+        if number in self._noted.late:
+            self._late.append((number, tensor))
+        else:
+            self._compare(number, tensor, self._noted.samples[number], now)
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.seen = False
+    def _compare(self, number: int, tensor: torch.Tensor, then: Sample, now: Sample) -> None:
+        if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
+            error = self._error
+            compare_later(then, now, lambda: error(Differs(number, _OTHER_VALUES, in_values=True)))
+        elif then != now and number not in self._noted.exempt:
+            raise Differs(number, f"{_OTHER_VALUES} ({in_words(_like(tensor))})", in_values=True)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+    def _compare_late(self, below: int) -> None:
+        while self._late and self._late[0][0] < below:
+            number, tensor = self._late.pop(0)
+            self._compare(number, tensor, self._noted.late[number], self._noted.sample(tensor))
 
-
-def _frames_above(frame: FrameType) -> set[int]:
-    """The frames of the rerun that are above this one, except those of hooks; as ids, so that none is kept alive."""
-    frames: set[int] = set()
-    above = frame.f_back
-    while above is not None and above.f_code is not _Call._run_here.__code__:
-        if above.f_globals.get("__name__") != _LEAN_HOOKS_MODULE:
-            frames.add(id(above))
-        above = above.f_back
-    return frames
+    def finish(self) -> None:
+        """The function has run, or has been ended."""
+        number, wanted = len(self.saved), self._wanted
+        self._compare_late(number)
+        if number < wanted:
+            likes = self._noted.likes
+            then = "another one" if likes is None else in_words(likes[number])
+            raise Differs(number, f"there was {then}, now there is nothing more, where the first run saved {wanted:,}")
 
 
 def _ignored(_: Any) -> None:
@@ -587,17 +652,3 @@ def _fake_mode() -> object:
 
 def _like(tensor: torch.Tensor) -> Likeness:
     return tensor.shape, tensor.dtype, tensor.device
-
-
-def _noting(likes: list[Likeness]) -> Callable[[torch.Tensor], int]:
-    """A pack hook that notes each tensor's likeness and returns its number."""
-    append, intern = likes.append, _likenesses.setdefault
-    if len(_likenesses) > _MOST_LIKENESSES:  # a program whose shapes never repeat
-        _likenesses.clear()
-
-    def pack(tensor: torch.Tensor) -> int:
-        like = (tensor.shape, tensor.dtype, tensor.device)
-        append(intern(like, like))
-        return len(likes) - 1
-
-    return pack

@@ -1,7 +1,7 @@
 """A rerun that differs from the first run: found out as early as it can be told, and said in words that help.
 
-Of every tensor that autograd saves in the first run its likeness is noted: shape, dtype, device, and on request a
-checksum of its values. The rerun has to save the same row of tensors. The first one that is not like its twin is
+Of every tensor that autograd saves in the first run its likeness is noted: shape, dtype, device, and a sample of its
+values. The rerun has to save the same row of tensors. The first one that is not like its twin is
 reported with the operation that saves it, the line of code and the path of the module.
 """
 
@@ -28,11 +28,11 @@ class Differs(BaseException):
     Not an Exception, so that nobody between here and the rerun takes it for one of theirs.
     """
 
-    def __init__(self, number: int, then: str, now: str) -> None:
+    def __init__(self, number: int, how: str, *, in_values: bool = False) -> None:
         super().__init__()
         self.number = number
-        self.then = then
-        self.now = now
+        self.how = how
+        self.in_values = in_values  # not in shape, dtype or number
 
 
 class Place:
@@ -72,12 +72,3 @@ def in_words(likeness: Likeness) -> str:
     """A likeness for a message."""
     shape, dtype, device = likeness
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}"
-
-
-def value_in_words(tensor: torch.Tensor) -> str:
-    """The values of a tensor for a message: the one number, or their sum."""
-    plain = tensor.detach()
-    if plain.numel() == 1:
-        return repr(plain.reshape(()).item())
-    wide = plain.to(torch.complex128 if plain.is_complex() else torch.float64)
-    return f"values with the sum {wide.sum().item()!r}"

@@ -1,12 +1,14 @@
-"""Notes of what a function can change, each of one thing as it was before the first run, to be put back for a rerun.
+"""Notes of what belongs to a module, each of one thing as it was before the first run, to be put back for a rerun.
 
-A dictionary, a row, a variable, a tensor, an array, a module: all have the same three moments. When the first run is
+A dictionary, a row, an iterator, a tensor, an array, a module: all have the same three moments. When the first run is
 over a note is settled, and keeps no more than it needs. For a rerun it is put back, and afterwards that is undone.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
+from array import array
 from operator import is_
 from typing import Any
 
@@ -16,8 +18,8 @@ from torch import nn
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.state.bits import same_bits
-from lowtide.torch.state.reach import MISSING, Slot
 
+MISSING: Any = object()
 # Tensors outside modules' buffers are copied only up to this size; a larger one may be a whole data set.
 SMALL = 64 * 1024
 # Dictionaries among a module's internals that decide what a call of it does.
@@ -75,13 +77,74 @@ class MappingNote(Note):
         now = entries_of(self._owner)
         if same_entries(now, self._before):
             return self._before
-        _fill(self._owner, {key: _resolved(value, held) for key, value in self._before.items()})
+        _fill(self._owner, self._as_before(now, held))
         return now
+
+    def _as_before(self, now: dict[Any, Any], held: list[torch.Tensor]) -> dict[Any, Any]:
+        return {key: _resolved(value, held) for key, value in self._before.items()}
 
     def undo(self, now: Any) -> None:
         """See `Note`."""
         if not same_entries(entries_of(self._owner), now):
             _fill(self._owner, now)
+
+
+class ParametersNote(MappingNote):
+    """A module's parameters, which others may have replaced: FSDP has them gathered or sharded.
+
+    Only one that took the place of another of its kind, as `functional_call` does it, is put back.
+    """
+
+    __slots__ = ()
+
+    def _as_before(self, now: dict[Any, Any], held: list[torch.Tensor]) -> dict[Any, Any]:
+        before = super()._as_before(now, held)
+        return {key: before[key] if _may_replace(before.get(key), value) else value for key, value in now.items()}
+
+
+def _may_replace(noted: Any, present: Any) -> bool:
+    if not isinstance(noted, torch.Tensor) or not isinstance(present, torch.Tensor):
+        return noted is None and present is None
+    ordinary = type(noted) in _ORDINARY and type(present) in _ORDINARY
+    return ordinary and noted.shape == present.shape and noted.untyped_storage().nbytes() >= noted.nbytes
+
+
+_ORDINARY = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+class NumbersNote(Note):
+    """Numbers and tensors among the attributes of an object of the user's; its containers are not touched."""
+
+    __slots__ = ("_before", "_owner")
+
+    def __init__(self, owner: dict[str, Any], names: list[str]) -> None:
+        self._owner = owner
+        self._before = {name: owner[name] for name in names}
+
+    def settled(self, held: list[torch.Tensor]) -> Note | None:
+        """See `Note`."""
+        for name, value in self._before.items():
+            if self._owner.get(name, MISSING) is not value:
+                self._before[name] = _hold(value, held)
+        return self
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        """See `Note`."""
+        owner, now = self._owner, {}
+        for name, value in self._before.items():
+            present = owner.get(name, MISSING)
+            if present is not value:
+                now[name] = present
+                owner[name] = _resolved(value, held)
+        return now
+
+    def undo(self, now: Any) -> None:
+        """See `Note`."""
+        for name, value in now.items():
+            if value is MISSING:
+                del self._owner[name]
+            else:
+                self._owner[name] = value
 
 
 class ModuleNote(MappingNote):
@@ -91,7 +154,11 @@ class ModuleNote(MappingNote):
 
     def __init__(self, owner: dict[str, Any], before: dict[str, Any]) -> None:
         super().__init__(owner, before)
-        self._inside = {name: MappingNote(owner[name]) for name in _INSIDE if owner[name]}
+        self._inside = {
+            name: (ParametersNote if name == "_parameters" else MappingNote)(owner[name])
+            for name in _INSIDE
+            if owner[name]
+        }
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
         """See `Note`."""
@@ -145,52 +212,64 @@ class RowNote(Note):
             _fill(self._owner, now)
 
 
-class TailNote(Note):
-    """A long list, of which only what is added at its end is seen."""
+class IteratorNote(Note):
+    """An iterator, which cannot be put back where it was: a copy takes its place."""
 
-    __slots__ = ("_length", "_owner")
+    __slots__ = ("_copy", "_key", "_owner")
 
-    def __init__(self, owner: list[Any]) -> None:
+    def __init__(self, owner: Any, key: Any, iterator: Any) -> None:
         self._owner = owner
-        self._length = len(owner)
+        self._key = key
+        self._copy = copy.copy(iterator)
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
         """See `Note`."""
-        tail = self._owner[self._length :]
-        del self._owner[self._length :]
-        return tail
+        now = self._owner[self._key]
+        self._owner[self._key] = copy.copy(self._copy)
+        return now
 
     def undo(self, now: Any) -> None:
         """See `Note`."""
-        self._owner[self._length :] = now
+        self._owner[self._key] = now
 
 
-class PlaceNote(Note):
-    """A variable, or an attribute with a slot."""
+class SlotNote(Note):
+    """An attribute for which a class has a slot."""
 
-    __slots__ = ("_before", "_slot")
+    __slots__ = ("_before", "_descriptor", "_owner")
 
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
-        self._before = slot.get()
+    def __init__(self, owner: Any, descriptor: Any) -> None:
+        self._owner = owner
+        self._descriptor = descriptor
+        self._before = self._get()
+
+    def _get(self) -> Any:
+        try:
+            return self._descriptor.__get__(self._owner)
+        except AttributeError:  # not set
+            return MISSING
+
+    def _set(self, value: Any) -> None:
+        if value is not MISSING:
+            self._descriptor.__set__(self._owner, value)
+        elif self._get() is not MISSING:
+            self._descriptor.__delete__(self._owner)
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
         """See `Note`."""
-        if self._slot.get() is not self._before:
+        if self._get() is not self._before:
             self._before = _hold(self._before, held)
         return self
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
         """See `Note`."""
-        now = self._slot.get()
-        if now is not self._before:
-            self._slot.set(_resolved(self._before, held))
+        now = self._get()
+        self._set(_resolved(self._before, held))
         return now
 
     def undo(self, now: Any) -> None:
         """See `Note`."""
-        if self._slot.get() is not now:
-            self._slot.set(now)
+        self._set(now)
 
 
 class VersionsNote(Note):
@@ -303,27 +382,23 @@ def is_changed(tensor: torch.Tensor, version: int, copy: torch.Tensor) -> bool:
 
 
 class ArrayNote(Note):
-    """A numpy array."""
+    """An array of numpy's or of Python's, or a bytearray."""
 
     __slots__ = ("_array", "_before")
 
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array
-        self._before = array.copy()
-
-    def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
-        return None if self._array.tobytes() == self._before.tobytes() else self
+    def __init__(self, owner: np.ndarray[Any, Any] | array[Any] | bytearray) -> None:
+        self._array: Any = owner
+        self._before = copy.copy(owner)
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
         """See `Note`."""
-        now = self._array.copy()
-        self._array[...] = self._before
+        now = copy.copy(self._array)
+        self._array[:] = self._before
         return now
 
     def undo(self, now: Any) -> None:
         """See `Note`."""
-        self._array[...] = now
+        self._array[:] = now
 
 
 def entries_of(owner: dict[Any, Any]) -> dict[Any, Any]:
@@ -357,62 +432,3 @@ def _hold(value: Any, held: list[torch.Tensor]) -> Any:
 
 def _resolved(value: Any, held: list[torch.Tensor]) -> Any:
     return held[value.index] if type(value) is _Held else value
-
-
-class _Kept(torch.autograd.Function):
-    """A node that saves tensors the way autograd does, through the hooks of the calls around."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.detach()
-
-
-_anchor = torch.empty(0, requires_grad=True)
-
-
-class KeptTensors:
-    """Tensors kept for reruns: by themselves, or, inside other hooks, the way autograd saves them."""
-
-    __slots__ = ("_changed", "_firsts", "_flags", "_node", "_tensors", "_versions")
-
-    def __init__(self, tensors: list[torch.Tensor], through_hooks: bool) -> None:
-        self._flags = [tensor.requires_grad for tensor in tensors]
-        # Where a tensor was given first: attention, for one, asks whether its query is its key.
-        places: dict[int, int] = {}
-        self._firsts = [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
-        # Copies of those that the function changes in place; until it has run, of those that it may change.
-        self._changed = {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
-        self._node: Any = None
-        self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        if through_hooks and tensors and not any(tensor.is_inference() for tensor in tensors):
-            self._node = _Kept.apply(_anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]  # torch's own
-        else:
-            # Of a computed tensor only its values: the tensor itself may become a part of the graph that keeps it.
-            self._tensors = [t if t.requires_grad and t.is_leaf else t.detach() for t in tensors]
-            self._versions = [-1 if t.is_inference() else t._version for t in tensors]
-
-    def settle(self) -> None:
-        """The function has run."""
-        if self._changed:
-            self._changed = {k: note for k, note in self._changed.items() if is_changed(*note)}
-
-    def again(self) -> list[torch.Tensor]:
-        """Twins of the tensors that belong to no graph, or an error if one was changed."""
-        tensors = self._tensors if self._node is None else self._node.saved_tensors
-        for number, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True)):
-            if version >= 0 and tensor._version != version and number not in self._changed:
-                raise CheckpointError(
-                    f"argument tensor {number} of shape {tuple(tensor.shape)} was changed in place by the function or "
-                    f"since it ran (version {version} then, {tensor._version} now), so the rerun would not repeat it; "
-                    "change it after the backward, or make a new tensor"
-                )
-        twins = [
-            t if t.requires_grad and t.is_leaf else t.detach().requires_grad_(flag)
-            for t, flag in zip(tensors, self._flags, strict=True)
-        ]
-        for number, (_, _, values) in self._changed.items():
-            if self._firsts[number] == number:
-                twins[number] = values.clone()
-        return [twins[first] for first in self._firsts]  # one that was given twice is one

@@ -1,0 +1,231 @@
+"""Random generators, and where they were: a rerun starts where the first run did.
+
+These are the generators that everybody shares (torch's own of every device in use, Python's and numpy's) and those
+that a function was given. Afterwards they are where they were before the rerun. Whether a rerun has drawn the same
+numbers is not asked here: the values that came of them are compared.
+
+States are read at every call, so reading has to be cheap. `read` is handed a state that is likely to be the present
+one, and returns that very object if it is: calls between which nothing is drawn share it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pickle
+import random
+import struct
+import sys
+import threading
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+
+KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+
+
+class _Source(Protocol):
+    """One generator."""
+
+    def read(self, known: Any = None) -> Any:
+        """Its state: the object `known`, if it is in that state."""
+
+    def write(self, state: Any) -> None:
+        """Go back to a state."""
+
+
+class _TorchSource:
+    __slots__ = ("_generator",)
+
+    # A generator has a lock of its own, which a thread may hold while it waits for the interpreter's. Others have to
+    # wait for a lock of Python's instead, because that lets the interpreter go.
+    _one_at_a_time: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def read(self, known: torch.Tensor | None = None) -> torch.Tensor:
+        with self._one_at_a_time:
+            state: torch.Tensor = self._generator.get_state()
+        if known is None or known.numel() != state.numel():
+            return state
+        return known if _bytes_of(state) == _bytes_of(known) else state
+
+    def write(self, state: torch.Tensor) -> None:
+        with self._one_at_a_time:
+            # A copy: threads that share one tensor here, as calls that find the same state do, crash in torch.
+            self._generator.set_state(state.clone())
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+class _PythonSource:
+    """A `random.Random`.
+
+    To ask it for its state makes 625 numbers, which takes longer than many a function. The same numbers lie in the
+    object, behind what every Python object begins with, and are compared there; at import it is made sure that they do,
+    and if not, the object is asked.
+    """
+
+    __slots__ = ("_generator", "_memory")
+    _SIZE = 625 * 4  # 624 words and the position
+
+    def __init__(self, generator: random.Random) -> None:
+        self._generator = generator
+        self._memory = (ctypes.c_char * self._SIZE).from_address(id(generator) + object.__basicsize__)
+
+    def read(self, known: Any = None) -> Any:
+        words = self.words()
+        if known is not None and words == known[0] and self._generator.gauss_next == known[1][2]:  # type: ignore[attr-defined]
+            return known
+        return words, self._generator.getstate()
+
+    def words(self) -> Any:
+        return self._memory.raw if _python_words_are_known() else self._generator.getstate()[1]
+
+    def write(self, state: Any) -> None:
+        self._generator.setstate(state[1])
+
+
+@functools.cache
+def _python_words_are_known() -> bool:
+    """Whether the words of a `random.Random` lie where they are looked for."""
+    base = random.Random.__base__
+    if sys.implementation.name != "cpython" or base.__basicsize__ < object.__basicsize__ + _PythonSource._SIZE:  # type: ignore[union-attr]
+        return False  # pragma: no cover  (another Python)
+    generator = random.Random(7)
+    generator.random()
+    position, *words = struct.unpack("=625I", _PythonSource(generator)._memory.raw)
+    return (*words, position) == generator.getstate()[1]
+
+
+def _same(state: Any, other: Any) -> bool:
+    """Whether two states of numpy's, which have arrays in them, are equal."""
+    return pickle.dumps(state) == pickle.dumps(other)
+
+
+class _NumpySource:
+    """A generator object of numpy's, old or new, or the bits behind a new one."""
+
+    __slots__ = ("_bits", "_generator")
+
+    def __init__(self, generator: np.random.Generator | np.random.RandomState | np.random.BitGenerator) -> None:
+        self._generator = generator
+        bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+        self._bits = bits if isinstance(bits, np.random.BitGenerator) else None
+
+    def read(self, known: Any = None) -> Any:
+        state = self._bits.state if self._bits is not None else self._generator.get_state(legacy=False)  # type: ignore[union-attr]
+        return known if known is not None and _same(state, known) else state
+
+    def write(self, state: Any) -> None:
+        if self._bits is not None:
+            self._bits.state = state
+        else:
+            self._generator.set_state(state)  # type: ignore[union-attr]
+
+
+class _NumpyGlobalSource:
+    """The generator behind `np.random.rand` and its like.
+
+    Numpy takes 30 microseconds to return its state. Its words are compared where numpy says that they are, and the
+    state is asked for only where they have moved, or where a second normal number, made with each first one, waits: to
+    take that one moves no word.
+    """
+
+    __slots__ = ("_address", "_bits")
+    _SIZE = 625 * 4  # 624 words and the position
+
+    def __init__(self) -> None:
+        self._bits: Any = None  # whose words are at the address; users may set another
+        self._address = 0
+
+    def read(self, known: Any = None) -> Any:
+        bits = np.random.mtrand.get_bit_generator()
+        if bits is not self._bits:
+            self._bits = bits
+            self._address = bits.ctypes.state_address if isinstance(bits, np.random.MT19937) else 0
+        words = ctypes.string_at(self._address, self._SIZE) if self._address else b""
+        if known is not None and self._address and words == known[0] and not known[1]["has_gauss"]:
+            return known
+        state: Any = np.random.get_state(legacy=False)  # noqa: NPY002  (it is this one that is followed)
+        if known is not None and words == known[0] and _same(state, known[1]):
+            return known
+        return words, state
+
+    def write(self, state: Any) -> None:
+        np.random.set_state(state[1])  # noqa: NPY002
+
+
+_SHARED: tuple[_Source, ...] = (
+    _TorchSource(torch.default_generator),
+    _PythonSource(random.random.__self__),  # type: ignore[attr-defined]
+    _NumpyGlobalSource(),
+)
+
+
+def _shared() -> tuple[_Source, ...]:
+    """The generators that everybody shares."""
+    if not torch.cuda.is_initialized():
+        return _SHARED
+    return (*_SHARED, *map(_TorchSource, torch.cuda.default_generators))  # pragma: no cover  (needs a GPU)
+
+
+def _source_of(generator: Any) -> _Source:
+    if isinstance(generator, torch.Generator):
+        return _TorchSource(generator)
+    return _PythonSource(generator) if isinstance(generator, random.Random) else _NumpySource(generator)
+
+
+# A generator, and a state of it.
+_Mark = tuple[_Source, Any]
+
+
+class Generators:
+    """Generators that a function may draw from, and the states in which its first run finds them."""
+
+    __slots__ = ("_marks",)
+    _latest: ClassVar[list[_Mark]] = []  # of the shared ones; calls that find the same have this very list
+
+    def __init__(self) -> None:
+        latest, sources = Generators._latest, _shared()
+        if len(latest) != len(sources):
+            latest = [(source, None) for source in sources]
+        marks = [(source, source.read(known)) for source, known in latest]
+        if any(new[1] is not old[1] for new, old in zip(marks, latest, strict=True)):
+            latest = Generators._latest = marks
+        self._marks = latest
+
+    def follow(self, generator: Any) -> None:
+        """Follow this generator too, which has not been drawn from yet."""
+        source = _source_of(generator)
+        self._marks = [*self._marks, (source, source.read())]
+
+    def again(self) -> _StartingThere:
+        """A context in which they start where the first run found them; afterwards they are where they were."""
+        return _StartingThere(self._marks)
+
+
+class _StartingThere:
+    """See `Generators.again`; a class, because it is entered at every rerun and a generator function takes longer."""
+
+    __slots__ = ("_held", "_marks")
+
+    def __init__(self, marks: list[_Mark]) -> None:
+        self._marks = marks
+        self._held: list[Any] = []
+
+    def __enter__(self) -> None:
+        for source, state in self._marks:
+            present = source.read(state)
+            self._held.append(present)
+            if present is not state:
+                source.write(state)
+
+    def __exit__(self, *_: object) -> None:
+        for (source, state), held in zip(self._marks, self._held, strict=True):
+            if held is not state or source.read(state) is not state:
+                source.write(held)

@@ -1,0 +1,164 @@
+"""Samples: what is noted of a tensor in a first run, to prove that a rerun has the same numbers.
+
+A small tensor is read whole, of a large one at least 1,024 numbers that are spread over it. That finds what changes
+many numbers; what changes one row of thousands it may miss. On the CPU a sample is a checksum of raw memory, read by
+its address: a numpy view of a tensor would make its storage unresizable, on which FSDP relies. On a device it is a
+small tensor on that device, since to read it would wait; such samples are compared together, once, at the end of the
+backward, and before an optimizer steps inside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lowtide.torch.state.bits import words
+
+Sample = int | torch.Tensor
+
+_ORDINARY = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+_STRIDED = torch.strided
+_WORKSPACE = torch.uint8  # what kernels save for themselves, parts of which they never fill
+_WHOLE = 4096  # bytes up to which memory is read whole
+_NUMBERS = 1024  # read of anything larger, at least
+_checksum = zlib.crc32
+_read = ctypes.string_at
+
+
+def sample_of(tensor: torch.Tensor) -> Sample:
+    """A sample of a tensor's numbers; 0 for one that has no numbers to read, such as a fake one."""
+    if type(tensor) not in _ORDINARY or tensor.layout is not _STRIDED:
+        plain = _plain_part(tensor)
+        return 0 if plain is None else sample_of(plain)
+    if tensor.is_cpu:
+        if tensor.dtype is _WORKSPACE:
+            return 0
+        size = tensor.nbytes
+        if size <= _WHOLE and tensor.is_contiguous():  # the usual case first: this takes less than a microsecond
+            return _checksum(_read(tensor.data_ptr(), size))
+        return _sample_of_memory(tensor, size)
+    return 0 if tensor.is_meta else _spread(tensor.detach())
+
+
+def _sample_of_memory(tensor: torch.Tensor, size: int) -> int:
+    """The sample of a tensor on the CPU that is large, or not contiguous."""
+    if not tensor.is_contiguous() and not _is_dense(tensor):
+        gathered = _spread(tensor.detach())
+        return _checksum(_read(gathered.data_ptr(), gathered.nbytes))
+    if size <= _WHOLE:
+        return _checksum(_read(tensor.data_ptr(), size))
+    count = size // 4
+    memory = np.frombuffer((ctypes.c_uint32 * count).from_address(tensor.data_ptr()), dtype=np.uint32)
+    # An odd stride, so that it is no multiple of the length of a row.
+    return _checksum(memory[:: (count // _NUMBERS) | 1].tobytes())
+
+
+def may_be_unfilled(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is saved may be scratch space which its operation has yet to fill, like rrelu's noise."""
+    return not tensor.requires_grad and tensor._version == 0 and tensor.is_floating_point()
+
+
+def whole_sample_of(tensor: torch.Tensor) -> Sample:
+    """A checksum of all numbers of a tensor, which takes as long as to copy it."""
+    if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided:
+        plain = _plain_part(tensor)
+        return 0 if plain is None else whole_sample_of(plain)
+    if tensor.is_meta or tensor.dtype is _WORKSPACE:
+        return 0
+    here = words(tensor.detach().cpu()).contiguous()
+    memory = (ctypes.c_char * here.nbytes).from_address(here.data_ptr())
+    return zlib.crc32(memory) << 32 | zlib.adler32(memory)
+
+
+def _plain_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """An ordinary tensor that has the numbers of one that is not: a shard, or the values of a sparse one."""
+    local = getattr(tensor, "_local_tensor", None)
+    if isinstance(local, torch.Tensor):
+        return local
+    if type(tensor) in _ORDINARY and tensor.layout in _SPARSE:
+        return _SPARSE[tensor.layout](tensor.detach())
+    return None
+
+
+_SPARSE: dict[torch.layout, Callable[[torch.Tensor], torch.Tensor]] = {
+    torch.sparse_coo: torch.Tensor._values,
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc), torch.Tensor.values),
+}
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has its memory to itself, without gaps: a transposed one has."""
+    span = 1
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        span += (length - 1) * stride
+    return span == tensor.numel()
+
+
+def _spread(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers that are spread over a tensor, as words; gathered where the tensor is."""
+    for dim in sorted(range(tensor.dim()), key=tensor.stride, reverse=True):
+        if tensor.stride(dim) == 0:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    count = tensor.numel()
+    for dim in range(tensor.dim()):
+        if count > 2 * _NUMBERS:
+            step = min(tensor.shape[dim], -(-count // (2 * _NUMBERS)))
+            tensor = tensor[(slice(None),) * dim + (slice(None, None, step),)]
+            count = tensor.numel()
+    return words(tensor).clone(memory_format=torch.contiguous_format)
+
+
+# --- samples on a device: compared together, when the backward ends
+
+
+class _PendingComparisons(threading.local):
+    def __init__(self) -> None:
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor, Callable[[], Exception | None]]] = []
+
+
+_pending = _PendingComparisons()
+_at_the_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def compare_later(first: torch.Tensor, again: torch.Tensor, error: Callable[[], Exception | None]) -> None:
+    """Compare two samples on a device when the backward ends, or now if none is running; `error` makes the error."""
+    _pending.pairs.append((first, again, error))
+    if len(_pending.pairs) > 1:
+        return  # it is arranged for
+    _compare_before_optimizers()
+    try:
+        _at_the_end(compare_pending)
+    except RuntimeError:  # torch accepts such a callback only during a backward
+        compare_pending()
+
+
+def compare_pending() -> None:
+    """Read all comparisons that wait, in one go."""
+    pairs, _pending.pairs = _pending.pairs, []
+    if not pairs:
+        return
+    differ = torch.stack([_differ(first, again).to(pairs[0][0].device) for first, again, _ in pairs]).tolist()
+    for is_other, (_, _, error) in zip(differ, pairs, strict=True):
+        if is_other and (made := error()) is not None:
+            raise made
+
+
+def _differ(first: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+    if first.shape != again.shape:
+        return torch.ones((), dtype=torch.bool)
+    return torch.ne(first, again).any()
+
+
+@functools.cache
+def _compare_before_optimizers() -> None:
+    """From now on, an optimizer that steps inside a backward does so after what was computed so far is compared."""
+    register_optimizer_step_pre_hook(lambda *_: compare_pending())
