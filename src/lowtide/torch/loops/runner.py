@@ -553,9 +553,9 @@ class StepRunner:
             for parameter in module.parameters(recurse=False):
                 if parameter.requires_grad:
                     captured.add(parameter, hidden.parameters[id(parameter)])
-        captured.learn(piece.roots(), given, watch)
+        captured.learn(piece.roots(), given, watch, hidden.finds.labels)
         captured.settle()
-        named = (value for _, value in self._things.values() if has_gradient(value))
+        named = (tensor for _, tensor in self._things.tensors() if tensor.requires_grad)
         if any(edge_of(tensor) not in captured.edges for tensor in named):
             # The step refers to a tensor that it may use later, and then its gradient would be lost.
             self._walk.always()

@@ -32,9 +32,10 @@ class Finds:
         objects: objects of the user's whose method, or which themselves, are called.
         generators: random generators.
         functions: functions of the user's own that may be called.
+        labels: by identity, the names under which functions hold things.
     """
 
-    __slots__ = ("_seen", "functions", "generators", "modules", "objects")
+    __slots__ = ("_seen", "functions", "generators", "labels", "modules", "objects")
 
     def __init__(self, things: Iterable[Any] = ()) -> None:
         self._seen: set[int] = set()
@@ -42,6 +43,7 @@ class Finds:
         self.objects: list[Any] = []
         self.generators: list[Any] = []
         self.functions: list[types.FunctionType] = []
+        self.labels: dict[int, str] = {}
         for thing in things:
             self.find(thing)
 
@@ -59,7 +61,8 @@ class Finds:
         elif isinstance(thing, types.FunctionType):
             if not is_foreign(thing.__module__):
                 self.functions.append(thing)
-                for _, value in named_by(thing):
+                for name, value in named_by(thing):
+                    self.labels.setdefault(id(value), name)
                     self._find_held(value, depth)
         elif isinstance(thing, types.MethodType):
             self.find(thing.__func__, depth + 1)

@@ -63,6 +63,10 @@ class Things:
             own = {key: part for key, part in _own_attributes(thing).items() if not isinstance(part, repeated)}
             yield from _entries(type(thing).__name__, own)
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names of the values that are tensors or have tensors in them, with each of these."""
+        return ((name, part) for name, value in self.values() for part in _tensors_in(value))
+
     def look(self) -> Look:
         """What can be seen of them now, by name."""
         seen: Look = {"random": random.getstate()[1][-1], "np.random": _numpy_position()}
@@ -150,12 +154,8 @@ def _sign_of_container(value: Any) -> Any:
 
 def collected(things: Things, since: int) -> list[str]:
     """Names of what a step has put tensors of its graph into, since the mark: gradients through them would be lost."""
-    found: dict[str, None] = {}
-    for name, value in things.values():
-        for part in _tensors_in(value):
-            if part.grad_fn is not None and part.grad_fn._sequence_nr() >= since:
-                found[name] = None
-    return list(found)
+    made = (name for name, t in things.tensors() if t.grad_fn is not None and t.grad_fn._sequence_nr() >= since)
+    return list(dict.fromkeys(made))
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
