@@ -14,6 +14,7 @@ copies: the user's containers and objects are only touched by the first runs, as
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -330,6 +331,15 @@ class Hidden:
             record.settle({entry.place for entry in self._carried if entry.record is record})
         self._training = [(module, module.training) for module in self.modules]
         self._settled = True
+
+    def may_collect(self) -> bool:
+        """Whether there are containers that steps have left alone so far and may put tensors into later."""
+        carried = {(id(entry.record), entry.place) for entry in self._carried}
+        return any(
+            isinstance(value, list | dict | deque) and not value and (id(record), place) not in carried
+            for record in self._records
+            for place, value in enumerate(record.values)
+        )
 
     def copied_bytes(self) -> int:
         """Bytes of copies that are kept in case a slot begins to change."""
