@@ -35,6 +35,7 @@ from lowtide.torch.state.capture import (
     has_gradient,
     is_differentiable,
     now,
+    strangers,
 )
 from lowtide.torch.state.generators import Mark, Randomness
 from lowtide.torch.state.hidden import Hidden, HiddenState
@@ -314,6 +315,8 @@ class StepRunner:
     def _end_piece(self, piece: Piece, stop: int, y: Any) -> None:
         """The piece ends at `stop`, whose state is current; `y` is the output of its last step."""
         self.last_output = self.outputs.leaves(stop - 1, y)
+        if self._first_runs and not self._learning:
+            self.hidden.look()
         state = self.state()
         self.shared.note(stop, state, self.last_output)
         piece.stop, piece.ends = stop, edges_of(state)
@@ -378,10 +381,12 @@ class StepRunner:
         self, piece: Piece, k: int, carry: Any, y: Any, ends: set[GradientEdge] | None, began: int
     ) -> None:
         """Refuse step k, which has just run, if its graph reaches what is neither given nor captured."""
-        if ends is None:  # not foreseen: all the way back to where the piece began
-            ends, began = edge_set([*piece.starts, *piece.xs]), piece.since
         results = [*self.stepper.leaves(k, carry), *self.hidden.leaves(), *self.outputs.leaves(k, y)]
-        self._walk.check(k, results, ends.union(self.captured.edges), began)
+        if ends is not None and not strangers(edge_set(results), ends.union(self.captured.edges), began):
+            return
+        # Not foreseen, or state that began to change inside this piece: all the way back to where the piece began.
+        ends = edge_set([*piece.starts, *piece.xs, *self.captured.targets])
+        self._walk.check(k, results, ends.union(self.captured.edges), piece.since)
 
     def check_tape(self, stop: int) -> None:
         """Compare the end of a tape with first runs, or take note of it; the last output is let go."""
