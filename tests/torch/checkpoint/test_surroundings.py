@@ -91,8 +91,15 @@ class Slotted:
 @case
 def attributes_in_slots(call: Function) -> Any:
     cell, x = Slotted(), _leaf()
-    y = call(lambda x: cell.step(x), call(cell.step, x))
+    y = call(cell.step, call(cell.step, x))
     y.sum().backward()
+    return x.grad, cell.state()
+
+
+@case
+def attributes_in_slots_of_an_object_closed_over(call: Function) -> Any:
+    cell, x = Slotted(), _leaf()
+    call(lambda x: cell.step(x), x).sum().backward()
     return x.grad, cell.state()
 
 
@@ -493,7 +500,7 @@ def partials_and_defaults(call: Function) -> Any:
 THE_USERS_OWN = {
     *("globals_in_the_forward_of_a_module", "long_lists", "containers_of_all_kinds", "functions_and_tuples_as_attributes"),
     *("a_gradient_inside_after_an_inner_call", "a_global_that_was_none", "a_global_that_the_function_counts"),
-    "partials_and_defaults",
+    *("partials_and_defaults", "attributes_in_slots_of_an_object_closed_over"),
 }
 
 
