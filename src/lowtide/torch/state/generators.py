@@ -45,21 +45,15 @@ class _TorchSource:
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
-    def read(self, known: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, known: bytes | None = None) -> bytes:
         with self._one_at_a_time:
             state: torch.Tensor = self._generator.get_state()
-        if known is None or known.numel() != state.numel():
-            return state
-        return known if _bytes_of(state) == _bytes_of(known) else state
+        found = ctypes.string_at(state.data_ptr(), state.numel())
+        return known if known is not None and found == known else found
 
-    def write(self, state: torch.Tensor) -> None:
+    def write(self, state: bytes) -> None:
         with self._one_at_a_time:
-            # A copy: threads that share one tensor here, as calls that find the same state do, crash in torch.
-            self._generator.set_state(state.clone())
-
-
-def _bytes_of(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())
+            self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 class _PythonSource:
@@ -183,20 +177,24 @@ def _source_of(generator: Any) -> _Source:
 # A generator, and a state of it.
 _Mark = tuple[_Source, Any]
 
+# The latest states of the shared ones; calls that find the same have this very list. Not an attribute of a class: Python
+# tells threads that read one of its new value only after it has let the old one go.
+_latest: list[_Mark] = []
+
 
 class Generators:
     """Generators that a function may draw from, and the states in which its first run finds them."""
 
     __slots__ = ("_marks",)
-    _latest: ClassVar[list[_Mark]] = []  # of the shared ones; calls that find the same have this very list
 
     def __init__(self) -> None:
-        latest, sources = Generators._latest, _shared()
+        global _latest
+        latest, sources = _latest, _shared()
         if len(latest) != len(sources):
             latest = [(source, None) for source in sources]
         marks = [(source, source.read(known)) for source, known in latest]
         if any(new[1] is not old[1] for new, old in zip(marks, latest, strict=True)):
-            latest = Generators._latest = marks
+            latest = _latest = marks
         self._marks = latest
 
     def follow(self, generator: Any) -> None:
