@@ -90,8 +90,15 @@ class Slotted:
 @case
 def attributes_in_slots(call: Function) -> Any:
     cell, x = Slotted(), _leaf()
-    y = call(lambda x: cell.step(x), call(cell.step, x))
+    y = call(cell.step, call(cell.step, x))
     y.sum().backward()
+    return x.grad, cell.state()
+
+
+@case
+def attributes_in_slots_of_an_object_closed_over(call: Function) -> Any:
+    cell, x = Slotted(), _leaf()
+    call(lambda x: cell.step(x), x).sum().backward()
     return x.grad, cell.state()
 
 
@@ -497,7 +504,7 @@ THE_USERS_OWN = {
         "functions_and_tuples_as_attributes",
     ),
     *("a_gradient_inside_after_an_inner_call", "a_global_that_was_none", "a_global_that_the_function_counts"),
-    "partials_and_defaults",
+    *("partials_and_defaults", "attributes_in_slots_of_an_object_closed_over"),
 }
 
 
@@ -724,3 +731,25 @@ def test_a_dictionary_that_makes_something_of_its_entries_keeps_them() -> None:
     for _ in range(2):
         lt.checkpoint(lambda x: ACTIVATIONS["tanh"](layer(x)), x).sum().backward()
     assert dict.__getitem__(ACTIVATIONS, "tanh") is nn.Tanh
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_numbers_of_an_object_are_as_they_were_when_a_rerun_ends_halfway(early_stop: bool) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.is_busy = False
+            self.late: Any = None
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            self.is_busy = True
+            result = (x * (1.0 if self.late is None else 2.0)).sin()
+            self.is_busy = False
+            return result
+
+    trainer, x = Trainer(), _leaf()
+    y = lt.checkpoint(trainer.step, x, early_stop=early_stop)
+    del trainer.late
+    y.sum().backward()
+    assert vars(trainer) == {"is_busy": False}
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach().cos())

@@ -92,7 +92,8 @@ def checkpoint(
         contexts: functions that make context managers to be entered for reruns. Autocast, default dtype and device and
             `sdpa_kernel` are restored without being listed here.
         check_rerun: what is compared of the tensors that autograd saves in both runs: by default samples, small
-            tensors whole and at least 1,024 numbers of a large one; with True every bit, with False only shapes.
+            tensors whole and at least 1,024 numbers of a large one; with True every bit, with False only shapes, which
+            is the default with `preserve_rng_state=False`.
         kwargs: its keyword arguments.
 
     Raises:
@@ -107,6 +108,8 @@ def checkpoint(
     if determinism_check not in _CHECKS:
         raise InputError(f"determinism_check={determinism_check!r} is not known; give one of {', '.join(_CHECKS)}")
     check_function(function, "function")
+    if check_rerun is None and not preserve_rng_state:
+        check_rerun = False  # other random numbers are other values
     stack = _thread.calls
     first, again = (None, None) if context_fn is None else context_fn()
     result: Any = None  # a context that suppresses an exception leaves it so

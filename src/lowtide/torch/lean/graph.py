@@ -368,12 +368,16 @@ class Recipe:
     Attributes:
         shapes, dtypes, nodes: what each pack has to have; a node that is None is not compared.
         actions: what to do with each pack: KEEP, DROP or BITS.
+        stale: packs whose values the call changes in place afterwards.
         views: each pack as a view of a value; None for a pack that is not a view.
         replays: by value, the operation that recomputes it.
         uses: how often each value is read in a backward.
         sources: by dropped pack, where to find each value that recomputing it starts from.
         release: by pack, the dropped packs whose sources have all been packed from then on.
-        sampled: dropped packs of which a few numbers are kept, to check that recomputing returns the same.
+        sampled: dropped packs of which a sample is kept, to check that recomputing returns the same; and the bytes that
+            the storage of each has to have.
+        made: by value that is recomputed, the view of it that its operation returns. The rest of its storage, if there
+            is any, nobody fills: `mse_loss` allocates as many numbers as its arguments have, and returns one.
         given: by index among the call's tensors (of arguments and modules), the view of each that is read.
         bases: by value that recomputing starts from, the view that is found; see `Source`.
         origins: by pack, the value that is read from it.
@@ -387,12 +391,14 @@ class Recipe:
     dtypes: list[torch.dtype]
     nodes: list[type | None]
     actions: list[int]
+    stale: set[int]
     views: list[StorageView | None]
     replays: dict[int, Replay]
     uses: Counter[int]
     sources: dict[int, dict[int, Source]]
     release: dict[int, list[int]]
-    sampled: set[int]
+    sampled: dict[int, int]
+    made: dict[int, StorageView]
     given: dict[int, StorageView]
     bases: dict[int, StorageView | None]
     origins: dict[int, int]
@@ -478,12 +484,14 @@ def recipe_of(trace: Trace, kept: set[int], small: set[int], rerun: Iterable[int
         dtypes=[pack.dtype for pack in packs],
         nodes=[_node(trace, pack) for pack in packs],
         actions=actions,
+        stale={index for index in range(len(packs)) if trace.is_stale(index)},
         views=views,
         replays=replays,
         uses=uses,
         sources=sources,
         release=_releases(actions, sources),
-        sampled=_sampled(actions, views),
+        sampled=_sampled(trace, actions),
+        made={number: view for replay in again for number, view in _made(replay)},
         given=given,
         bases={number: source.base for number, source in found.items()},
         origins=origins,
@@ -571,13 +579,18 @@ def _releases(actions: list[int], sources: dict[int, dict[int, Source]]) -> dict
     return release
 
 
-def _sampled(actions: list[int], views: list[StorageView | None]) -> set[int]:
-    """The first pack of each value that is dropped."""
+def _sampled(trace: Trace, actions: list[int]) -> dict[int, int]:
+    """The first pack of each value that is dropped, and the bytes of its storage."""
     first: dict[int, int] = {}
-    for index, view in enumerate(views):
-        if actions[index] == DROP and view is not None:
-            first.setdefault(view.value, index)
-    return set(first.values())
+    for index, pack in enumerate(trace.packs):
+        if actions[index] == DROP and pack.view is not None:
+            first.setdefault(pack.view.value, index)
+    return {index: trace.values[number].bytes for number, index in first.items()}
+
+
+def _made(replay: Replay) -> Iterator[tuple[int, StorageView]]:
+    """The values that an operation makes, each as the view that it returns."""
+    return ((number, view) for place, number in replay.makes if (view := replay.op.outputs[place]) is not None)
 
 
 def _passing(trace: Trace, replays: dict[int, Replay], uses: Counter[int]) -> set[int]:

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -20,12 +21,10 @@ from lowtide.errors import CheckpointError
 from lowtide.torch.lean.bitmasks import Bits, bits_of, bytes_in_bits
 from lowtide.torch.lean.graph import DROP, IN_PLACE, KEEP, Recipe, Replay
 from lowtide.torch.lean.trace import StorageView
-from lowtide.torch.state.bits import same_bits, words
+from lowtide.torch.state.samples import Sample, compare_later, sample_of
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-# A sample of a dropped tensor: this many numbers in a row, at this many places spread evenly over its storage.
-_PLACES_IN_SAMPLE, _NUMBERS_AT_PLACE = 64, 16
 _at_the_end = torch.autograd.Variable._execution_engine.queue_callback
 _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 _without_autocast = torch._C._DisableAutocast
@@ -83,7 +82,7 @@ class LeanTape:
 
     __slots__ = (
         *("_around", "_counts", "_doubt", "_given", "_lock", "_name", "_recipe"),
-        *("_samples", "_shifts", "_slots", "_unsure", "_values", "__weakref__", "fits", "is_outdated"),
+        *("_samples", "_shifts", "_slots", "_values", "__weakref__", "fits", "is_outdated"),
     )
 
     def __init__(self, name: str, around: Hooks | None) -> None:
@@ -92,8 +91,7 @@ class LeanTape:
         self._doubt: Doubt | None = None
         self._slots: list[SavedTensor] = []  # by index of pack; emptied when the call is over
         self._given: dict[int, SavedTensor] = {}  # by index among the call's tensors; likewise
-        self._samples: dict[int, int | torch.Tensor] = {}  # of dropped values
-        self._unsure: list[tuple[torch.Tensor, torch.Tensor, object]] = []  # samples on a GPU, not compared yet
+        self._samples: dict[int, Sample] = {}  # of dropped values
         self._recipe: Recipe | None = None
         self._values: dict[int, torch.Tensor] = {}  # found or recomputed, and still needed in this backward
         self._shifts: dict[int, int] = {}  # by value: its offset in the storage relative to that in the trace
@@ -124,6 +122,7 @@ class LeanTape:
         self._open(recipe, given, doubt)
         shapes, dtypes, nodes, slots = recipe.shapes, recipe.dtypes, recipe.nodes, self._slots
         count, settle, places, strides = len(shapes), self._settle, recipe.places, recipe.strides
+        sampled = recipe.sampled
 
         # Once a pack differs from what the recipe expects, this one and all later ones are kept. Those that were
         # dropped before have their sources already, so the call's gradients are right all the same.
@@ -139,6 +138,7 @@ class LeanTape:
                 and (nodes[index] is None or type(tensor.grad_fn) is nodes[index])
                 and (index not in places or (tensor.storage_offset(), tensor.stride()) == places[index])
                 and (index not in strides or tensor.stride() == strides[index])
+                and (index not in sampled or tensor.untyped_storage().nbytes() == sampled[index])
             ):
                 settle(slot, tensor)
             else:
@@ -156,10 +156,6 @@ class LeanTape:
             assert slot.tensor is not None
             if slot.tensor._version == slot.version:
                 self._settle(slot, slot.tensor)
-            elif self._around is not None:
-                # It was changed in place, so it stays, to be the error that it is in a plain call. The hooks around are
-                # called all the same: they count, and in later calls they will be called here, too.
-                self._around[0](slot.tensor)
         self.close()
 
     def _open(self, recipe: Recipe, given: list[Any], doubt: Doubt) -> None:
@@ -178,7 +174,9 @@ class LeanTape:
         assert recipe is not None
         action = recipe.actions[index]
         if action == KEEP:
-            if self._around is not None:
+            # What the call changes in place after it was saved stays here, to be the error that it is in a plain call
+            # if it is asked for: the hooks around would get it before the change, but after it in a traced call.
+            if self._around is not None and index not in recipe.stale:
                 slot.value = recipe.origins.get(index)
                 if slot.value is not None and recipe.bases[slot.value] is None:
                     # The hooks may give back a copy, of what they were handed and no more: so they get all of it.
@@ -186,7 +184,8 @@ class LeanTape:
                 self._hand_over(slot, tensor)
         elif action == DROP:
             if index in recipe.sampled:
-                self._sample(recipe.value(index), tensor)
+                value = recipe.value(index)
+                self._sample(value, _viewed(tensor.detach(), recipe.made[value], 0))
         else:
             self._put_into_bits(slot, tensor)
         for dropped in recipe.release.get(index, ()):
@@ -197,7 +196,7 @@ class LeanTape:
         slot.outer, slot.tensor = self._around[0](tensor), None
 
     def _sample(self, value: int, tensor: torch.Tensor) -> None:
-        self._samples[value] = _sample_of(tensor.detach())
+        self._samples[value] = _sample_of(tensor)
 
     def _put_into_bits(self, slot: SavedTensor, tensor: torch.Tensor) -> None:
         recipe = self._recipe
@@ -206,10 +205,10 @@ class LeanTape:
         if slot.index not in recipe.origins:  # the bits are in the first pack of the value, and this is a later one
             self._drop(slot)
             return
-        self._sample(slot.value, tensor)
         row = bits_of(tensor)
         if row is not None:
             slot.bits, kept = row
+            self._sample(slot.value, _whole(tensor))
         else:  # in this call it has more than two different numbers
             kept = _whole(tensor)
         slot.tensor, slot.settled = kept, kept._version
@@ -301,10 +300,6 @@ class LeanTape:
         with self._lock:
             self._let_go()
             self._counts = {}
-            unsure, self._unsure = self._unsure, []
-        for sample, again, how in unsure:  # pragma: no cover  (needs a GPU)
-            if not same_bits(sample, again):
-                self._differs(how)
 
     def _spend(self, value: int) -> None:
         """Count one use of a value; free it after the last."""
@@ -350,7 +345,8 @@ class LeanTape:
             )
         if source.bits is not None:
             tensor = source.bits.tensor(tensor)
-            self._compare(value, tensor, "unpacking bits")
+            if value in self._samples:
+                self._compare(value, tensor, "what was kept in bits, unpacked")
         elif base is not None:
             self._shifts[value] = int(tensor.storage_offset()) - base.offset
         elif source.tensor is None:
@@ -381,33 +377,24 @@ class LeanTape:
         results = result if isinstance(result, tuple | list) else (result,)
         for place, number in replay.makes:
             if number == wanted or self._counts.get(number, 0) > 0:
-                values[number] = results[place]
-                self._compare(number, results[place], op.func)
+                values[number] = made = results[place]
+                if number in self._samples:
+                    made = _viewed(made, self._recipe.made[number], 0)
+                    self._compare(number, made, f"{op.func}, run again")
         for number in replay.reads:
             self._spend(number)
 
-    def _compare(self, value: int, tensor: torch.Tensor, how: object) -> None:
-        """Check that a few numbers of a recomputed tensor are those of the forward; on a GPU, when the backward ends.
+    def _compare(self, value: int, tensor: torch.Tensor, how: str) -> None:
+        """Check that a sample of a recomputed value is that of the forward; on a device, when the backward ends.
 
-        `how` says for the error how the tensor was recomputed: an operation, or words.
+        `how` says for the error how the value was recomputed.
         """
-        sample = self._samples.get(value)
-        if sample is None:
-            return
-        again = _sample_of(tensor)
-        if isinstance(sample, torch.Tensor) and isinstance(again, torch.Tensor):  # pragma: no cover  (needs a GPU)
-            self._unsure.append((sample, again, how))
-        elif sample != again:
-            self._differs(how)
-
-    def _differs(self, how: object) -> NoReturn:
+        then, now = self._samples[value], _sample_of(tensor)
         assert self._doubt is not None
-        self._doubt.is_raised = True
-        raise CheckpointError(
-            f"{how}, for the backward of {self._name}, gave other numbers than the forward had: something changed "
-            "since the function was traced that neither its arguments nor its modules show. Pass it as an argument, or "
-            "call the function without lean"
-        )
+        if isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor):  # pragma: no cover  (needs a GPU)
+            compare_later(then, now, partial(_other_numbers, how, self._name, self._doubt))
+        elif then != now:
+            raise _other_numbers(how, self._name, self._doubt)
 
     def _was_changed(self, tensor: torch.Tensor, version: int) -> NoReturn:
         raise CheckpointError(
@@ -485,16 +472,24 @@ def _restrided(tensor: torch.Tensor, view: StorageView) -> torch.Tensor:
     return tensor.new_empty(extent).as_strided(view.size, view.stride, 0).copy_(tensor)
 
 
-def _sample_of(tensor: torch.Tensor) -> int | torch.Tensor:
-    """A hash of a few numbers of the tensor's storage; on a GPU, where reading them would wait, these numbers."""
-    count = int(tensor.untyped_storage().nbytes() // tensor.element_size())
-    if count > _PLACES_IN_SAMPLE * _NUMBERS_AT_PLACE:
-        sample = tensor.as_strided((_PLACES_IN_SAMPLE, _NUMBERS_AT_PLACE), (count // _PLACES_IN_SAMPLE, 1), 0)
-    else:
-        sample = tensor.as_strided((count,), (1,), 0)
-    if tensor.device.type != "cpu":  # pragma: no cover  (needs a GPU)
-        return sample.clone()
-    return hash(words(sample).numpy().tobytes())
+def _sample_of(tensor: torch.Tensor) -> Sample:
+    """A sample of a dropped value, or of one recomputed."""
+    if type(tensor) is not torch.Tensor:  # operations on it are torch's own all the same: guards have made sure
+        tensor = tensor.as_subclass(torch.Tensor)
+    if tensor.dtype is torch.uint8:  # not taken for a kernel's workspace: those are made by operations not run again
+        tensor = tensor.view(torch.int8)
+    return sample_of(tensor)
+
+
+def _other_numbers(how: str, name: str, doubt: Doubt) -> CheckpointError:
+    """The error for a value that is not what the forward had; the next call will be traced."""
+    doubt.is_raised = True
+    return CheckpointError(
+        f"{how} for the backward of {name}, has other numbers than the forward had, and `.grad` is not to be trusted "
+        "after this error. Something has changed since the function was traced that neither its arguments nor its "
+        "modules show: look for a counter, iterator or setting outside of them, and make it an attribute of the "
+        "module, or an argument; or call the function without lean"
+    )
 
 
 class _TapeThread(threading.local):

@@ -326,7 +326,10 @@ class _WatchingOperations(TorchDispatchMode):
         arguments = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         if any(tensor.layout is not torch.strided for tensor in tensors):
-            return func(*args, **kwargs)  # not recorded: its results count as values that existed before the run
+            # Not recorded but for what it changes: its results count as values that existed before the run.
+            result = func(*args, **kwargs)
+            self._note_changes(func, args, kwargs)
+            return result
         # Views are taken before it runs: afterwards an argument may have another shape or storage.
         viewed_args, viewed_kwargs = tree_map(
             lambda leaf: tracer.view(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
@@ -353,7 +356,7 @@ class _WatchingOperations(TorchDispatchMode):
         """Record which values an operation changes in place; whether it changes any."""
         tracer, written = self._tracer, written_by(func, args, kwargs)
         for tensor in tree_leaves(written):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 value = tracer.values[tracer.number(tensor)]
                 value.changed = tracer.time
                 value.two = _has_two(func, args, tracer)
@@ -402,7 +405,7 @@ def _has_two(func: Any, args: tuple[Any, ...], tracer: Tracer) -> bool:
     word = word_of(func)
     if word in ("bernoulli", "bernoulli_"):
         return True
-    if not args or not isinstance(args[0], torch.Tensor):
+    if not args or not isinstance(args[0], torch.Tensor) or args[0].layout is not torch.strided:
         return False
     first = tracer.values[tracer.number(args[0])]
     if word in ("_to_copy", "clone"):

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.memory.tracker import tensors_of
+from lowtide.torch.state.generators import state_of
 
 # --- tensors, and where their gradients arrive
 
@@ -164,7 +165,7 @@ class Watch(TorchFunctionMode):
         self.tensors: dict[int, torch.Tensor] = {}
         self.graded: dict[int, torch.Tensor] = {}
         # With the state that each had when it was first met.
-        self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self.generators: dict[int, tuple[torch.Generator, Any]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +183,7 @@ class Watch(TorchFunctionMode):
                     if node is not None and node._sequence_nr() < self.since:
                         self.tensors[id(item)] = item
                 elif isinstance(item, torch.Generator) and id(item) not in self.generators:
-                    self.generators[id(item)] = (item, item.get_state())
+                    self.generators[id(item)] = (item, state_of(item))
         return func(*args, **kwargs)
 
 

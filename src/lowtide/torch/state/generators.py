@@ -49,22 +49,16 @@ class _TorchSource:
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
-    def read(self, known: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, known: bytes | None = None) -> bytes:
         with self._one_at_a_time:
             state: torch.Tensor = self._generator.get_state()
-        if known is None or known.numel() != state.numel():
-            return state
-        return known if _bytes_of(state) == _bytes_of(known) else state
+        found = ctypes.string_at(state.data_ptr(), state.numel())
+        return known if known is not None and found == known else found
 
-    def write(self, state: torch.Tensor) -> None:
+    def write(self, state: bytes) -> None:
         with self._one_at_a_time:
-            # A copy: threads that share one tensor here, as calls that find the same state do, crash in torch. It is
-            # made of bytes, so that nobody who counts tensors takes it for one of the function's.
-            self._generator.set_state(torch.frombuffer(bytearray(_bytes_of(state)), dtype=torch.uint8))
-
-
-def _bytes_of(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())
+            # Made of bytes, so that nobody who counts tensors takes it for one of the function\'s.
+            self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 class _PythonSource:
@@ -185,23 +179,32 @@ def _source_of(generator: Any) -> _Source:
     return _PythonSource(generator) if isinstance(generator, random.Random) else _NumpySource(generator)
 
 
+def state_of(generator: Any) -> Any:
+    """The present state of a generator, as `Randomness` keeps it."""
+    return _source_of(generator).read()
+
+
 # A generator, and a state of it.
 _Mark = tuple[_Source, Any]
+
+# The latest states of the shared ones; calls that find the same have this very list. Not an attribute of a class: Python
+# tells threads that read one of its new value only after it has let the old one go.
+_latest: list[_Mark] = []
 
 
 class Generators:
     """Generators that a function may draw from, and the states in which its first run finds them."""
 
     __slots__ = ("_marks",)
-    _latest: ClassVar[list[_Mark]] = []  # of the shared ones; calls that find the same have this very list
 
     def __init__(self) -> None:
-        latest, sources = Generators._latest, _shared()
+        global _latest
+        latest, sources = _latest, _shared()
         if len(latest) != len(sources):
             latest = [(source, None) for source in sources]
         marks = [(source, source.read(known)) for source, known in latest]
         if any(new[1] is not old[1] for new, old in zip(marks, latest, strict=True)):
-            latest = Generators._latest = marks
+            latest = _latest = marks
         self._marks = latest
 
     def follow(self, generator: Any) -> None:
@@ -273,12 +276,7 @@ class Randomness:
         """The present states. Where nothing was drawn since the last mark, it is that mark: no bytes, same object."""
         states = [source.read(known) for source, known in zip(self._sources, self._mark, strict=True)]
         if any(new is not old for new, old in zip(states, self._mark, strict=True)):
-            # The clone is for `measure`, which does not see what a generator makes.
-            rows = zip(states, self._mark, strict=True)
-            self._mark = tuple(
-                new.clone() if isinstance(new, torch.Tensor) and new is not old is not None else new
-                for new, old in rows
-            )
+            self._mark = tuple(states)
         return self._mark
 
     def restore(self, mark: Mark) -> None:
@@ -306,4 +304,4 @@ class Randomness:
 def mark_bytes(mark: Mark, start: Mark) -> int:
     """Bytes of a snapshot's random states that are not those of the start."""
     before = {id(state) for state in start}
-    return sum(state.nbytes for state in mark if isinstance(state, torch.Tensor) and id(state) not in before)
+    return sum(len(state) for state in mark if isinstance(state, bytes) and id(state) not in before)

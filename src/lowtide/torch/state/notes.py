@@ -130,20 +130,19 @@ class NumbersNote(Note):
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
         """See `Note`."""
-        owner, now = self._owner, {}
+        owner = self._owner
+        now = {name: owner.get(name, MISSING) for name in self._before}
         for name, value in self._before.items():
-            present = owner.get(name, MISSING)
-            if present is not value:
-                now[name] = present
+            if now[name] is not value:
                 owner[name] = _resolved(value, held)
         return now
 
     def undo(self, now: Any) -> None:
         """See `Note`."""
-        for name, value in now.items():
+        for name, value in now.items():  # also what was as before: the rerun may have ended halfway
             if value is MISSING:
-                del self._owner[name]
-            else:
+                self._owner.pop(name, None)
+            elif self._owner.get(name, MISSING) is not value:
                 self._owner[name] = value
 
 

@@ -31,6 +31,10 @@ _WHOLE = 4096  # bytes up to which memory is read whole
 _NUMBERS = 1024  # read of anything larger, at least
 _checksum = zlib.crc32
 _read = ctypes.string_at
+# Memory at an address. An array type of ctypes would do, too, but makes a class for each size, which is a cycle.
+_memory_at: Any = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype, _memory_at.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_READ_ONLY = 0x100  # PyBUF_READ
 
 
 def sample_of(tensor: torch.Tensor) -> Sample:
@@ -56,7 +60,7 @@ def _sample_of_memory(tensor: torch.Tensor, size: int) -> int:
     if size <= _WHOLE:
         return _checksum(_read(tensor.data_ptr(), size))
     count = size // 4
-    memory = np.frombuffer((ctypes.c_uint32 * count).from_address(tensor.data_ptr()), dtype=np.uint32)
+    memory = np.frombuffer(_memory_at(tensor.data_ptr(), 4 * count, _READ_ONLY), dtype=np.uint32)
     # An odd stride, so that it is no multiple of the length of a row.
     return _checksum(memory[:: (count // _NUMBERS) | 1].tobytes())
 
@@ -74,7 +78,7 @@ def whole_sample_of(tensor: torch.Tensor) -> Sample:
     if tensor.is_meta or tensor.dtype is _WORKSPACE:
         return 0
     here = words(tensor.detach().cpu()).contiguous()
-    memory = (ctypes.c_char * here.nbytes).from_address(here.data_ptr())
+    memory = _memory_at(here.data_ptr(), here.nbytes, _READ_ONLY)
     return zlib.crc32(memory) << 32 | zlib.adler32(memory)
 
 
