@@ -177,8 +177,8 @@ def _source_of(generator: Any) -> _Source:
 # A generator, and a state of it.
 _Mark = tuple[_Source, Any]
 
-# The latest states of the shared ones; calls that find the same have this very list. Not an attribute of a class: Python
-# tells threads that read one of its new value only after it has let the old one go.
+# The latest states of the shared ones; calls that find the same have this very list. Not an attribute of a class:
+# Python tells threads that read one of its new value only after it has let the old one go.
 _latest: list[_Mark] = []
 
 

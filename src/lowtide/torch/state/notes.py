@@ -77,16 +77,21 @@ class MappingNote(Note):
         now = entries_of(self._owner)
         if same_entries(now, self._before):
             return self._before
-        _fill(self._owner, self._as_before(now, held))
+        _fill(self._owner, self._merged(self._as_before(now, held), now))
         return now
 
     def _as_before(self, now: dict[Any, Any], held: list[torch.Tensor]) -> dict[Any, Any]:
         return {key: _resolved(value, held) for key, value in self._before.items()}
 
+    def _merged(self, noted: dict[Any, Any], present: dict[Any, Any]) -> dict[Any, Any]:
+        """What to put in place of the present entries."""
+        return noted
+
     def undo(self, now: Any) -> None:
         """See `Note`."""
-        if not same_entries(entries_of(self._owner), now):
-            _fill(self._owner, now)
+        present = entries_of(self._owner)
+        if not same_entries(present, now):
+            _fill(self._owner, self._merged(now, present))
 
 
 class ParametersNote(MappingNote):
@@ -149,14 +154,15 @@ class NumbersNote(Note):
 class ModuleNote(MappingNote):
     """A module's attributes, and the dictionaries among them, most of which are empty and stay so."""
 
-    __slots__ = ("_inside",)
+    __slots__ = ("_inside", "_is_managed")
 
     def __init__(self, owner: dict[str, Any], before: dict[str, Any]) -> None:
-        super().__init__(owner, before)
+        self._is_managed = "_is_fsdp_managed_module" in owner
+        super().__init__(owner, _without_fsdps(before) if self._is_managed else before)
         self._inside = {
             name: (ParametersNote if name == "_parameters" else MappingNote)(owner[name])
             for name in _INSIDE
-            if owner[name]
+            if owner[name] and not (name == "_parameters" and self._is_managed)
         }
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
@@ -170,7 +176,7 @@ class ModuleNote(MappingNote):
         inside = [(note, note.put_back(held)) for note in self._inside.values()]
         for name in _INSIDE:
             filled = self._before[name]
-            if filled and name not in self._inside:
+            if filled and name not in self._inside and not (name == "_parameters" and self._is_managed):
                 note = MappingNote(filled, {})
                 inside.append((note, note.put_back(held)))
         return super().put_back(held), inside
@@ -180,6 +186,21 @@ class ModuleNote(MappingNote):
         super().undo(now[0])
         for note, inside in now[1]:
             note.undo(inside)
+
+    def _merged(self, noted: dict[Any, Any], present: dict[Any, Any]) -> dict[Any, Any]:
+        if not self._is_managed:
+            return noted
+        return _without_fsdps(noted) | {key: value for key, value in present.items() if needs_grad(value)}
+
+
+def _without_fsdps(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module that FSDP manages without its tensors: parameters, or what stands in their places."""
+    return {key: value for key, value in attributes.items() if not needs_grad(value)}
+
+
+def needs_grad(value: Any) -> bool:
+    """Whether it is a tensor that needs a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 class RowNote(Note):

@@ -56,6 +56,7 @@ from lowtide.torch.state.notes import (
     SlotNote,
     VersionsNote,
     may_be_copied,
+    needs_grad,
     same_entries,
 )
 
@@ -229,7 +230,7 @@ class Owners:
         # A lazy one becomes another module in its first run, and that is what the rerun has to see.
         elif isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
             self.is_lazy = True
-        elif not type(module).__module__.startswith("torch.distributed"):
+        elif not str(type(module).forward.__module__).startswith("torch.distributed"):  # a wrapper of theirs
             self._note_module(module)
 
     def _note_module(self, module: nn.Module) -> None:
@@ -243,6 +244,8 @@ class Owners:
             # What holds objects is not remembered: they may hold the module, which would then never be freed.
             known.attributes = {} if odd or any(attributes[name] for name in _OBJECTS) else dict(attributes)
         self._notes.append(ModuleNote(attributes, known.attributes or dict(attributes)))
+        if "_is_fsdp_managed_module" in attributes:
+            odd = [key for key in odd if not needs_grad(attributes[key])]
         for key in odd:
             self._note_value(attributes, key, attributes[key], 0, known)
         for name, parameter in module._parameters.items():
