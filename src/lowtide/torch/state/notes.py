@@ -53,6 +53,10 @@ class Note:
     def undo(self, now: Any) -> None:
         """After a rerun: make it as `put_back` found it."""
 
+    def rewritten(self) -> torch.Tensor | None:
+        """A tensor that was written in place since the first run began, so that autograd knows of it."""
+        return None
+
 
 class MappingNote(Note):
     """A dictionary: attributes of an object, or the user's own."""
@@ -298,9 +302,11 @@ class VersionsNote(Note):
     __slots__ = ("_flags", "_tensors", "_versions")
 
     def __init__(self, tensors: list[torch.Tensor], versions: list[int] | None = None) -> None:
-        self._tensors = tensors
+        # Of a computed tensor an alias, which has its version: the tensor itself has a graph, in which may be earlier
+        # calls, and they would all be kept.
+        self._tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in tensors]
         self._versions = [tensor._version for tensor in tensors] if versions is None else versions
-        self._flags = [tensor.requires_grad for tensor in tensors]
+        self._flags = [tensor.requires_grad for tensor in self._tensors]
 
     def changed(self) -> tuple[torch.Tensor, int] | None:
         """A tensor that did not stay, and the version that it had."""
@@ -374,6 +380,10 @@ class ContentsNote(Note):
         now = self._tensor.detach().clone()
         self._tensor.data.copy_(self._copy)  # through `data` its version stays: for autograd nothing has happened
         return now
+
+    def rewritten(self) -> torch.Tensor | None:
+        """See `Note`."""
+        return self._tensor if self._tensor._version != self._version else None
 
     def undo(self, now: Any) -> None:
         """See `Note`."""

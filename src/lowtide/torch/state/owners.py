@@ -339,7 +339,7 @@ class Owners:
         for root in self._roots:
             for path, module in root.named_modules(prefix=type(root).__name__):
                 for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
-                    if value is tensor:
+                    if value is tensor or (_is_tensor(value) and not value.is_leaf and _is_alias(value, tensor)):
                         return f"{path}.{name}"
         return f"a tensor of shape {tuple(tensor.shape)} that the function uses"
 
@@ -352,14 +352,17 @@ class Owners:
         return type(module).__name__
 
     @contextmanager
-    def as_before(self, held: list[torch.Tensor]) -> Iterator[None]:
-        """Inside, all is as it was before the first run; afterwards, as it is now."""
+    def as_before(self, held: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Inside, all is as it was before the first run; afterwards, as it is now.
+
+        Yields tensors that will have other values then, which were written in place since, as their versions tell.
+        """
         undo: list[tuple[Note, Any]] = []
         _hook(self._hooked)  # it is a part of how it was: compiled code depends on whether there are hooks
         try:
             for note in tuple(self._notes):
                 undo.append((note, note.put_back(held)))
-            yield
+            yield [tensor for note, now in undo if now is not None and (tensor := note.rewritten()) is not None]
         finally:
             _hook(-self._hooked)
             for note, now in reversed(undo):  # two of them may share their memory
@@ -372,6 +375,10 @@ _FOLLOWED = (*_HELD, *_FUNCTIONS)
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _is_alias(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.dtype is other.dtype and tensor.device == other.device and tensor.is_set_to(other)
 
 
 def _has_version(tensor: torch.Tensor) -> bool:
