@@ -187,8 +187,8 @@ def state_of(generator: Any) -> Any:
 # A generator, and a state of it.
 _Mark = tuple[_Source, Any]
 
-# The latest states of the shared ones; calls that find the same have this very list. Not an attribute of a class: Python
-# tells threads that read one of its new value only after it has let the old one go.
+# The latest states of the shared ones; calls that find the same have this very list. Not an attribute of a class:
+# Python tells threads that read one of its new value only after it has let the old one go.
 _latest: list[_Mark] = []
 
 
