@@ -20,6 +20,7 @@ from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
 from lowtide.torch.loops.pullback import Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
+from lowtide.torch.state.capture import now
 
 
 class Engine:
@@ -47,13 +48,15 @@ class Engine:
                     self._pending = chain([action], actions)
                     break
                 self._play(action)
-        return self.runner.end_first_runs()
+        waiting = [snapshot for snapshot, _ in self.ahead]
+        return self.runner.end_first_runs([*self._snapshots.values(), *waiting])
 
     def backward(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Play the rest; the gradients of the differentiable start, then of the inputs, then of captured tensors."""
         runner = self.runner
         actions, self._pending = self._pending, None
         self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
+        since = now()
         with runner.rerunning():
             try:
                 if actions is None:  # a second backward through a retained graph plays everything again
@@ -65,6 +68,7 @@ class Engine:
                 self._snapshots.clear()
                 self._pieces.clear()
                 self._pullback = None
+        runner.refuse_collected(since)
         runner.end_progress()
         starts = [g for g, flag in zip(pullback.state, runner.first_flags, strict=True) if flag]
         return [*starts, *pullback.xs(), *pullback.captured]
@@ -140,9 +144,12 @@ class Engine:
             recording.count(taping=1)
             start += 1
         if start < stop:
-            # A tape that continues another one is the same piece: the state between them needs no root of its own.
-            onto = self._pieces.pop() if self._connected else None
-            self._pieces.append(self.runner.tape(start, stop, onto=onto))
+            if self.runner.proof.compares_graphs:
+                self._pieces += [self.runner.tape(k, k + 1) for k in range(start, stop)]
+            else:
+                # A tape that continues another one is the same piece: the state between them needs no root.
+                onto = self._pieces.pop() if self._connected else None
+                self._pieces.append(self.runner.tape(start, stop, onto=onto))
             recording.count(taping=stop - start)
             self.runner.check_tape(stop)
             self._connected = True
@@ -161,7 +168,10 @@ class Engine:
         with recording.recomputing():
             if start:
                 self.runner.run_untaped(0, start)
-            self._pieces.append(self.runner.tape(start, stop, put=False))
+            if self.runner.proof.compares_graphs:
+                self._pieces += [self.runner.tape(k, k + 1, put=False) for k in range(start, stop)]
+            else:
+                self._pieces.append(self.runner.tape(start, stop, put=False))
         self._connected = True
         return stop
 
@@ -185,7 +195,7 @@ def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
     box: list[Any] = []
     results = iter(_Loop.apply(engine, box, *tensors))  # type: ignore[no-untyped-call]  # torch's own
     merged = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in box]
-    runner.refuse_strays()
+    runner.refuse_changed()
     count = len(runner.profile.outputs)
     return runner.finish(merged[count:]), merged[:count]
 

@@ -28,7 +28,8 @@ from lowtide.torch.loops.probe import Probed, probe
 from lowtide.torch.loops.runner import StepRunner
 from lowtide.torch.loops.step import Loop, StepFunction, Stepper
 from lowtide.torch.memory import recording
-from lowtide.torch.state.ambient import Ambient, Randomness
+from lowtide.torch.state.ambient import Ambient
+from lowtide.torch.state.generators import Randomness
 from lowtide.torch.state.hidden import Hidden
 from lowtide.torch.state.trees import form_of
 
@@ -91,9 +92,9 @@ def checkpointed_scan(
     unroll: int = 1,
     pbar: Any = None,
     reduce: Reduce = None,
-    check_rerun: bool | None = False,
+    check_rerun: bool | None = None,
     compile: bool = False,
-    generators: Iterable[torch.Generator] = (),
+    generators: Iterable[Any] = (),
     contexts: Contexts = (),
     captures: Iterable[torch.Tensor] = (),
     hidden: Iterable[str] = (),
@@ -148,9 +149,9 @@ def checkpointed_for_loop(
     unroll: int = 1,
     pbar: Any = None,
     reduce: Reduce = None,
-    check_rerun: bool | None = False,
+    check_rerun: bool | None = None,
     compile: bool = False,
-    generators: Iterable[torch.Generator] = (),
+    generators: Iterable[Any] = (),
     contexts: Contexts = (),
     captures: Iterable[torch.Tensor] = (),
     hidden: Iterable[str] = (),
@@ -205,9 +206,9 @@ def plan_for_loop(
 
 @dataclass(frozen=True, slots=True)
 class _Extras:
-    check_rerun: bool | None = False
+    check_rerun: bool | None = None
     compile: bool = False
-    generators: tuple[torch.Generator, ...] = ()
+    generators: tuple[Any, ...] = ()
     contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
     captures: tuple[torch.Tensor, ...] = ()
     hidden: tuple[str, ...] = ()

@@ -146,15 +146,15 @@ def pulled(
 # --- the first step: what it is seen to use
 
 # What a step can only do with grad, so that it must have it also where no tape is kept.
-_NEEDING_GRAD = frozenset(
-    {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook}
-)
+_BACKWARDS = frozenset({torch.autograd.backward, torch.Tensor.backward})
+_NEEDING_GRAD = frozenset({torch.autograd.grad, torch.Tensor.register_hook}) | _BACKWARDS
 
 
 class Watch(TorchFunctionMode):
     """Sees what a step hands to torch's functions: generators, and tensors that were there before it began.
 
-    `needs_grad` tells whether it differentiated something or registered a hook.
+    `needs_grad` tells whether it differentiated something or registered a hook; `graded` has the leaves whose gradients
+    it added to, by a backward of its own.
     """
 
     def __init__(self) -> None:
@@ -162,6 +162,7 @@ class Watch(TorchFunctionMode):
         self.since = now()
         self.needs_grad = False
         self.tensors: dict[int, torch.Tensor] = {}
+        self.graded: dict[int, torch.Tensor] = {}
         # With the state that each had when it was first met.
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
@@ -170,6 +171,10 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.needs_grad |= func in _NEEDING_GRAD
+        if func in _BACKWARDS:
+            roots = {edge_of(tensor) for tensor in tensors_of(args[0]) if tensor.requires_grad}
+            leaves = (getattr(edge.node, "variable", None) for edge in strangers(roots, set(), 0))
+            self.graded.update({id(leaf): leaf for leaf in leaves if leaf is not None})
         for value in (*args, *kwargs.values()):
             for item in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(item, torch.Tensor):
