@@ -36,7 +36,7 @@ from tests.torch.state.homes import HOMES, Body, Home, Program
 ROWS, WIDTH = 16, 4
 BLOCKS = 4
 FRONT_ENDS = ("loop", "checkpoint", "lean", "layers", "model")
-VARIANTS = {"value": ("scaled", "every third"), "gradients": ("cut", "slope")}
+VARIANTS = {"value": ("scaled", "every third"), "gradients": ("cut", "slope", "straight through")}
 # Cells that are neither right nor refused, with the reason; the page shows it.
 DOCUMENTED: dict[tuple[str, str, str], str] = {}
 
@@ -73,6 +73,8 @@ def _computed(kind: str, number: int, x: torch.Tensor, before: torch.Tensor, wei
         product = product / (1 + number)
     if kind == "slope":
         product = 0.5 * product + Spike.apply(product, 1.0 + number)
+    if kind == "straight through":  # a soft gradient whose weight anneals; what is added is zero
+        product = product + (product - product.detach()) / (1 + number)
     h = torch.sigmoid(product) if kind == "every third" and number % 3 else torch.tanh(product)
     return h * torch.sigmoid(h) + 0.5 * before
 
