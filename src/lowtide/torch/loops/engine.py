@@ -70,7 +70,8 @@ class Engine:
                 self._pullback = None
         runner.refuse_collected(since)
         runner.end_progress()
-        starts = [g for g, flag in zip(pullback.state, runner.first_flags, strict=True) if flag]
+        # The first tape may have been made when part of the state was not known yet, which then has no gradient there.
+        starts = [g for g, flag in zip(pullback.state, runner.first_flags, strict=False) if flag]
         return [*starts, *pullback.xs(), *pullback.captured]
 
     def end_at(self, length: int, actions: Callable[[], Iterator[Action]]) -> None:
@@ -165,7 +166,7 @@ class Engine:
         recording.count(probe=end, taping=stop - start)
         self.ahead.clear()
         self.runner.restart()
-        with recording.recomputing():
+        with self.runner.repeating():
             if start:
                 self.runner.run_untaped(0, start)
             if self.runner.proof.compares_graphs:
@@ -193,9 +194,11 @@ def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
     runner = engine.runner
     tensors = [*runner.start_tensors(), *runner.inputs.differentiable, *runner.captured.tensors]
     box: list[Any] = []
+    since = now()
     results = iter(_Loop.apply(engine, box, *tensors))  # type: ignore[no-untyped-call]  # torch's own
     merged = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in box]
     runner.refuse_changed()
+    runner.refuse_collected(since)
     count = len(runner.profile.outputs)
     return runner.finish(merged[count:]), merged[:count]
 
@@ -241,7 +244,7 @@ def _differentiable(
     runner: StepRunner, tensors: tuple[torch.Tensor, ...], grads: list[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of the plain loop, run again from `tensors`, with a graph through which they are differentiable."""
-    with recording.recomputing():
+    with runner.repeating():
         captured = runner.captured
         # Views of everything that is given, so that the gradients stop there and do not go on into the graph that made
         # it. For captured tensors only if one was computed from another: replacing them means watching each function
@@ -281,6 +284,7 @@ def _plain_again(runner: StepRunner, given: list[torch.Tensor]) -> list[Any]:
         for k, x in enumerate(rows):
             carry, y = stepper.call(k, carry, x)
             outputs.keep(k, runner.inputs.place(k), y)
+            runner.proof.output(k, outputs.leaves(k, y))
         finals = [*stepper.leaves(runner.length - 1, carry), *runner.hidden.leaves()]
     recording.count(taping=runner.length, backward=runner.length)
     if runner.progress is not None:

@@ -150,8 +150,9 @@ def _rehearse(
     """
     ahead[:] = [(snapshot, None) for snapshot, _ in ahead]
     last = len(ahead) - 1
+    runner.find_moving()
     piece: Piece | None = None
-    with _seeing(meter), recording.recomputing():
+    with _seeing(meter), runner.repeating():
         runner.restart()
         before = runner.state()
         for k, (snapshot, _) in enumerate(ahead):

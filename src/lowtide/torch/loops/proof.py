@@ -23,7 +23,7 @@ _NUMBERS = frozenset({bool, int, float, complex, str, bytes})
 _WAY_OUT = (
     "A step has to do the same each time it runs, and gradients are not to be trusted after this error. Make the counter, "
     "iterator or cache that it uses an attribute of a module, or part of the carry; draw random numbers from generators "
-    "that the step names, and change nothing between forward and backward"
+    "that the step names, or name the generator: generators=(g,); and change nothing between forward and backward"
 )
 
 

@@ -7,6 +7,7 @@ the state, and what steps close over, is learned from the first steps, which `pr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -316,7 +317,7 @@ class StepRunner:
         state = self.state()
         self.shared.note(stop, state, self.last_output)
         piece.stop, piece.ends = stop, edges_of(state)
-        if not self._learning and self.proof.compares_graphs:
+        if self.proof.compares_graphs:
             self._note_graph(piece)
 
     def _note_graph(self, piece: Piece) -> None:
@@ -426,8 +427,13 @@ class StepRunner:
     def rerunning(self) -> Iterator[None]:
         """Inside, steps find what first runs found; afterwards modules and generators are as they were before."""
         aside = self.random.aside() if self._draws else nullcontext()
-        grads = gradients_aside(self._graded) if self._graded else nullcontext()
-        with self.ambient.again(), self.hidden.aside(), aside, grads, recording.recomputing():
+        with self.ambient.again(), self.hidden.aside(), aside, self.repeating():
+            yield
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Inside, steps know that they are run again, and gradients that they add by themselves do not count twice."""
+        with gradients_aside(self._graded), recording.recomputing():
             yield
 
     def refuse_changed(self) -> None:
@@ -553,9 +559,9 @@ class StepRunner:
             for parameter in module.parameters(recurse=False):
                 if parameter.requires_grad:
                     captured.add(parameter, hidden.parameters[id(parameter)])
-        captured.learn(piece.roots(), given, watch)
+        captured.learn(piece.roots(), given, watch, hidden.finds.labels)
         captured.settle()
-        named = (value for _, value in self._things.values() if has_gradient(value))
+        named = (tensor for _, tensor in self._things.tensors() if tensor.requires_grad)
         if any(edge_of(tensor) not in captured.edges for tensor in named):
             # The step refers to a tensor that it may use later, and then its gradient would be lost.
             self._walk.always()
@@ -578,9 +584,25 @@ class StepRunner:
         """It is known what belongs to the state; what changes beside it from here on is refused."""
         self.let_go()
         self.hidden.settle()
-        self.shared.settle()
+        if not self.hidden.may_collect():  # else outputs may come to stay in the state later
+            self.shared.settle()
         self._learning = False
+        self.find_moving()
+
+    def find_moving(self) -> None:
+        """Find out what outside has moved while steps ran so far; from here on graphs are compared if anything has."""
         self.proof.moving = moved(self._look, self._things.look())
+
+    def forget_probe(self) -> None:
+        """Put everything back after steps that were run to be measured, and warn of what cannot be put back."""
+        self.restart()
+        if names := self._things.put_back(self._look):
+            warnings.warn(
+                f"planning ran the first steps, and with them moved {', '.join(names)}, outside the step's modules and "
+                "arguments, where it stays moved; plan before such things matter, or make them part of a module or of "
+                "the carry",
+                stacklevel=5,
+            )
 
     # --- what turns out later
 

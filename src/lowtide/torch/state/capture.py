@@ -213,8 +213,11 @@ class Captured:
             self.tensors.append(tensor)
             self.names.append(name)
 
-    def learn(self, roots: list[GradientEdge], given: set[GradientEdge], watch: Watch) -> None:
-        """Capture what the first step's graph reaches beside what it was given, or say what cannot be captured."""
+    def learn(self, roots: list[GradientEdge], given: set[GradientEdge], watch: Watch, names: dict[int, str]) -> None:
+        """Capture what the first step's graph reaches beside what it was given, or say what cannot be captured.
+
+        `names` are those under which the step holds tensors, by identity.
+        """
         candidates = {edge_of(tensor): tensor for tensor in watch.tensors.values()}
         for edge in strangers(roots, given.union(self.edges), watch.since):
             tensor = candidates.get(edge, getattr(edge.node, "variable", None))
@@ -223,7 +226,8 @@ class Captured:
                     f"the step uses a tensor computed before the loop (by {edge.node.name()}) that reaches it out of "
                     "sight, through a custom autograd Function; name it: captures=(tensor,)"
                 )
-            self.add(tensor, f"a tensor of shape {tuple(tensor.shape)} that the step closes over")
+            unnamed = f"a tensor of shape {tuple(tensor.shape)} that the step closes over"
+            self.add(tensor, names.get(id(tensor), unnamed))
 
     def settle(self) -> None:
         """No more captures."""

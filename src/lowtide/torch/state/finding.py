@@ -21,7 +21,10 @@ from lowtide.torch.state.structure import is_foreign, is_plain_object
 
 _MOST_DEPTH = 8  # of functions that name functions
 _MOST_ENTRIES = 100  # of a container that are looked at
-FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+FUNCTIONS = (
+    *(types.FunctionType, types.MethodType, functools.partial),
+    *(types.BuiltinMethodType, types.MethodWrapperType),  # of an object of C, such as `counter.__next__`
+)
 
 
 class Finds:
@@ -32,9 +35,11 @@ class Finds:
         objects: objects of the user's whose method, or which themselves, are called.
         generators: random generators.
         functions: functions of the user's own that may be called.
+        held: what a function of C is bound to, or a partial is given, with a name.
+        labels: by identity, the names under which functions hold things.
     """
 
-    __slots__ = ("_seen", "functions", "generators", "modules", "objects")
+    __slots__ = ("_seen", "functions", "generators", "held", "labels", "modules", "objects")
 
     def __init__(self, things: Iterable[Any] = ()) -> None:
         self._seen: set[int] = set()
@@ -42,6 +47,8 @@ class Finds:
         self.objects: list[Any] = []
         self.generators: list[Any] = []
         self.functions: list[types.FunctionType] = []
+        self.held: list[tuple[str, Any]] = []
+        self.labels: dict[int, str] = {}
         for thing in things:
             self.find(thing)
 
@@ -56,38 +63,44 @@ class Finds:
                 self._find_in_module(module, depth)
         elif isinstance(thing, GENERATORS):
             self.generators.append(thing)
-        elif isinstance(thing, types.FunctionType):
-            if not is_foreign(thing.__module__):
-                self.functions.append(thing)
-                for _, value in named_by(thing):
-                    self._find_held(value, depth)
-        elif isinstance(thing, types.MethodType):
-            self.find(thing.__func__, depth + 1)
-            self._find_owner(thing.__self__)
-        elif isinstance(thing, functools.partial):
-            for part in (thing.func, *thing.args, *thing.keywords.values()):
-                self.find(part, depth + 1) if part is thing.func else self._find_held(part, depth)
+        elif isinstance(thing, FUNCTIONS):
+            self._find_in_function(thing, depth)
         elif callable(thing):
-            self._find_owner(thing, method=getattr(type(thing), "__call__", None))
+            self._find_owner(thing)
+            self.find(getattr(type(thing), "__call__"), depth + 1)  # noqa: B004, B009  (the method that is called)
+
+    def _find_in_function(self, function: Any, depth: int) -> None:
+        if isinstance(function, types.FunctionType):
+            if not is_foreign(function.__module__):
+                self.functions.append(function)
+                for name, value in named_by(function):
+                    self.labels.setdefault(id(value), name)
+                    self._find_held(value, depth)
+        elif isinstance(function, types.MethodType):
+            self.find(function.__func__, depth + 1)
+            self._find_owner(function.__self__)
+        elif isinstance(function, functools.partial):
+            self.find(function.func, depth + 1)
+            for part in (*function.args, *function.keywords.values()):
+                self.held.append(("an argument of a partial", part))
+                self._find_held(part, depth)
+        elif not isinstance(function.__self__, types.ModuleType):  # `counter.__next__`, `rows.pop`
+            self.held.append((function.__name__, function.__self__))
 
     def _find_in_module(self, module: nn.Module, depth: int) -> None:
-        """Look for generators that a module has, and at what its `forward` and its hooks name."""
-        self.generators += [value for value in vars(module).values() if isinstance(value, GENERATORS)]
-        forward = type(module).forward
-        if isinstance(forward, types.FunctionType):
-            self.find(forward, depth + 1)
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for hook in hooks.values():
-                self.find(hook, depth + 1)
+        """Look for generators that a module has, and at what its `forward`, its hooks and its functions name."""
+        for value in vars(module).values():
+            if isinstance(value, (*GENERATORS, *FUNCTIONS)):
+                self.find(value, depth + 1)
+        for function in (type(module).forward, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            self.find(function, depth + 1)
 
-    def _find_owner(self, owner: Any, method: Any = None) -> None:
+    def _find_owner(self, owner: Any) -> None:
         if isinstance(owner, nn.Module):
             self.find(owner)
         elif is_plain_object(type(owner)) and not any(owner is known for known in self.objects):
             self.objects.append(owner)
             self._find_in_attributes(owner)
-            if isinstance(method, types.FunctionType):
-                self.find(method)
 
     def _find_held(self, value: Any, depth: int) -> None:
         """Look at something that a function holds."""

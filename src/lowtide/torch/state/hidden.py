@@ -13,6 +13,8 @@ copies: the user's containers and objects are only touched by the first runs, as
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -179,7 +181,7 @@ class _Carried:
     in_place: bool  # whether steps change its tensors in place
     record: _Record  # of before the first step
     place: int  # in that record
-    latest: list[tuple[torch.Tensor, int]]  # its tensors after the latest look, with their versions
+    latest: list[tuple[weakref.ref[torch.Tensor], int]]  # its tensors after the latest look, with their versions
 
 
 class Hidden:
@@ -200,7 +202,10 @@ class Hidden:
         self._known: set[tuple[int, str]] = set()
         self._training: list[tuple[nn.Module, bool]] = []  # the mode that each module ran in
         self._settled = False
-        slots = [slot for module in self.finds.modules for slot in self._slots_of(module, type(module).__name__)]
+        labels = self.finds.labels
+        slots: list[_Slot] = []
+        for module in self.finds.modules:
+            slots += self._slots_of(module, labels.get(id(module), type(module).__name__))
         for thing in self.finds.objects:
             slots += self._slots_of_object(thing)
         self._record(slots)
@@ -275,7 +280,8 @@ class Hidden:
         """Carry whatever has changed; returns whether anything new is carried now."""
         self._find_new()
         for entry in self._carried:
-            entry.in_place |= any(_version(tensor) != version for tensor, version in entry.latest)
+            alive = ((tensor, version) for found, version in entry.latest if (tensor := found()) is not None)
+            entry.in_place |= any(_version(tensor) != version for tensor, version in alive)
         carried = {(id(entry.record), entry.place) for entry in self._carried}
         before = len(self._carried)
         for record in self._records:
@@ -325,6 +331,15 @@ class Hidden:
             record.settle({entry.place for entry in self._carried if entry.record is record})
         self._training = [(module, module.training) for module in self.modules]
         self._settled = True
+
+    def may_collect(self) -> bool:
+        """Whether there are containers that steps have left alone so far and may put tensors into later."""
+        carried = {(id(entry.record), entry.place) for entry in self._carried}
+        return any(
+            isinstance(value, list | dict | deque) and not value and (id(record), place) not in carried
+            for record in self._records
+            for place, value in enumerate(record.values)
+        )
 
     def copied_bytes(self) -> int:
         """Bytes of copies that are kept in case a slot begins to change."""
@@ -463,10 +478,10 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
     return [_version(tensor) for tensor in tensors]
 
 
-def _with_versions(value: Any) -> list[tuple[torch.Tensor, int]]:
+def _with_versions(value: Any) -> list[tuple[weakref.ref[torch.Tensor], int]]:
     tensors: list[torch.Tensor] = []
     tensors_in(value, tensors)
-    return [(tensor, _version(tensor)) for tensor in tensors]
+    return [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.structure import is_foreign, is_plain_object, slots_of
 
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_COUNTERS = frozenset({bool, int, float})
 _MOST_ENTRIES = 64  # of a container whose numbers are looked at; of a longer one, its length
 _MOST_BYTES = 1024  # of an array
 # Whoever names one of these may read what somebody writes meanwhile.
@@ -56,12 +57,19 @@ class Things:
                 yield name, value
                 yield from _entries(name, _attributes_of(value, function))
             yield from _entries(function.__name__, vars(function))
+        for name, value in self._finds.held:
+            yield name, value
+            yield from _entries(name, _own_attributes(value) if is_plain_object(type(value)) else {})
         for kind in self._kinds:
             yield from _entries(kind.__name__, vars(kind))
         for thing in self._finds.objects:  # numbers and tensors of it are repeated, its containers are not
             repeated = (*_NUMBERS, torch.Tensor)
             own = {key: part for key, part in _own_attributes(thing).items() if not isinstance(part, repeated)}
             yield from _entries(type(thing).__name__, own)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names of the values that are tensors or have tensors in them, with each of these."""
+        return ((name, part) for name, value in self.values() for part in _tensors_in(value))
 
     def look(self) -> Look:
         """What can be seen of them now, by name."""
@@ -74,6 +82,31 @@ class Things:
             if sign is not None:
                 seen[name] = sign
         return seen
+
+    def put_back(self, before: Look) -> list[str]:
+        """Put back numbers that have moved since a look; returns the names of other things that have."""
+        for function in self._finds.functions:
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                if type(before.get(name)) in _COUNTERS and type(_sign_of_cell(cell)) in _COUNTERS:
+                    cell.cell_contents = before[name]
+            space = function.__globals__
+            for name in names_in(function.__code__):
+                if type(before.get(name)) in _COUNTERS and type(space.get(name)) in _COUNTERS:
+                    space[name] = before[name]
+            for name, value in named_by(function):
+                for key, part in list(getattr(value, "__dict__", {}).items()):
+                    old = before.get(f"{name}.{key}")
+                    if type(old) in _COUNTERS and type(part) in _COUNTERS and old != part:
+                        setattr(value, key, old)
+        now = self.look()
+        return [name for name in moved(before, now) if now.get(name) is not _ALWAYS or before.get(name) is not _ALWAYS]
+
+
+def _sign_of_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound
+        return None
 
 
 def _entries(name: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -150,12 +183,8 @@ def _sign_of_container(value: Any) -> Any:
 
 def collected(things: Things, since: int) -> list[str]:
     """Names of what a step has put tensors of its graph into, since the mark: gradients through them would be lost."""
-    found: dict[str, None] = {}
-    for name, value in things.values():
-        for part in _tensors_in(value):
-            if part.grad_fn is not None and part.grad_fn._sequence_nr() >= since:
-                found[name] = None
-    return list(found)
+    made = (name for name, t in things.tensors() if t.grad_fn is not None and t.grad_fn._sequence_nr() >= since)
+    return list(dict.fromkeys(made))
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -194,8 +223,17 @@ def graph_of(results: Iterable[GradientEdge | None], ends: set[GradientEdge], si
     def number(node: Node | None, k: int) -> int | None:
         return None if node is None else -1 if GradientEdge(node, k) in ends else numbers[node]
 
-    rows = [(node.name(), _numbers_of(node), tuple(number(b, k) for b, k in below)) for node, below in order]
+    rows = [(_name_of(node), _numbers_of(node), tuple(number(b, k) for b, k in below)) for node, below in order]
     return (*(None if edge is None else number(edge.node, edge.output_nr) for edge in roots), *rows)
+
+
+def _name_of(node: Node) -> str:
+    name = node.name()
+    return "reshape" if name in _VIEWS else name
+
+
+# A reshape leaves one or the other of these, depending on who watches.
+_VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
 
 
 def _numbers_of(node: Any) -> tuple[Any, ...]:
