@@ -72,7 +72,7 @@ def _computed(kind: str, number: int, x: torch.Tensor, before: torch.Tensor, wei
     if kind == "scaled":
         product = product / (1 + number)
     if kind == "slope":
-        product = 0.5 * product + Spike.apply(product, 1.0 + number)
+        product = 0.5 * product + Spike.apply(product, 1.0 + number)  # type: ignore[no-untyped-call]  # torch's own
     if kind == "straight through":  # a soft gradient whose weight anneals; what is added is zero
         product = product + (product - product.detach()) / (1 + number)
     h = torch.sigmoid(product) if kind == "every third" and number % 3 else torch.tanh(product)
