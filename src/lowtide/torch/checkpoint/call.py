@@ -34,11 +34,12 @@ from lowtide.checks import function as check_function
 from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient
-from lowtide.torch.state.arguments import KeptTensors, Structure
+from lowtide.torch.state.arguments import KeptTensors
 from lowtide.torch.state.generators import Generators
 from lowtide.torch.state.mismatch import Differs, Likeness, Naming, Place, in_words
 from lowtide.torch.state.owners import Owners, begin_meeting, end_meeting
 from lowtide.torch.state.samples import Sample, compare_later, may_be_unfilled, sample_of, whole_sample_of
+from lowtide.torch.state.structure import Structure
 
 Result = TypeVar("Result")
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -378,6 +379,7 @@ class _Call:
                 tensors.clear()
                 self._arguments = []  # until the first run begins: modules, functions and generators among them
                 self._structure = Structure(values, tensors, self._arguments)
+                self._structure.forget_originals()
                 break
         else:
             for place in self._places:
@@ -480,7 +482,7 @@ class _Call:
         """
         tensors = self._held.again()
         if self._structure is not None:
-            values = self._structure.with_tensors(tensors)
+            values = self._structure.values(tensors)
         else:
             values = list(self._arguments)
             for place, tensor in zip(self._places, tensors, strict=True):
