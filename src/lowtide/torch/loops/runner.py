@@ -7,7 +7,6 @@ the state, and what steps close over, is learned from the first steps, which `pr
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from lowtide.torch.state.capture import (
 )
 from lowtide.torch.state.generators import Mark, Randomness
 from lowtide.torch.state.hidden import Hidden, HiddenState
-from lowtide.torch.state.moving import Things, collected, graph_of, moved
+from lowtide.torch.state.moving import Things, collected, graph_of, moved, warn_of_moved
 
 
 @dataclass(slots=True)
@@ -601,13 +600,7 @@ class StepRunner:
     def forget_probe(self) -> None:
         """Put everything back after steps that were run to be measured, and warn of what cannot be put back."""
         self.restart()
-        if names := self._things.put_back(self._look):
-            warnings.warn(
-                f"planning ran the first steps, and with them moved {', '.join(names)}, outside the step's modules and "
-                "arguments, where it stays moved; plan before such things matter, or make them part of a module or of "
-                "the carry",
-                stacklevel=5,
-            )
+        warn_of_moved(self._things, self._look)
 
     # --- what turns out later
 

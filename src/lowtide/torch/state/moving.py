@@ -16,6 +16,7 @@ import os
 import random
 import threading
 import types
+import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -201,6 +202,16 @@ def _sign_of_container(value: Any) -> Any:
         return (len(value), *(repr(value[k]) for k in (0, -1))) if isinstance(value, list | deque) else len(value)
     entries = list(dict.values(value)) if isinstance(value, dict) else list(value)
     return len(value), *(part if type(part) in _NUMBERS else id(part) for part in entries)
+
+
+def warn_of_moved(things: Things, before: Look) -> None:
+    """After runs for the sake of measuring: put back numbers that they moved, and warn of what cannot be put back."""
+    if names := things.put_back(before):
+        warnings.warn(
+            f"planning ran the function, and with it moved {', '.join(names)}, outside its modules and arguments, where it "
+            "stays moved; plan before such things matter, or make them part of a module or of the arguments",
+            stacklevel=3,
+        )
 
 
 # --- tensors with a gradient that are put outside
