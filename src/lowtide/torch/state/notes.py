@@ -1,7 +1,7 @@
 """Notes of what belongs to a module, each of one thing as it was before the first run, to be put back for a rerun.
 
-Attributes, structures, tensors: all have the same three moments. When the first run is over a note is settled, and keeps
-no more than it needs. For a rerun it is put back, and afterwards that is undone.
+Attributes, structures, tensors: all have the same three moments. When the first run is over a note is settled, and
+keeps no more than it needs. For a rerun it is put back, and afterwards that is undone.
 """
 
 from __future__ import annotations
