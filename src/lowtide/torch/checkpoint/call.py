@@ -36,6 +36,7 @@ from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient
 from lowtide.torch.state.arguments import KeptTensors, Structure
 from lowtide.torch.state.generators import Generators
+from lowtide.torch.state.growth import first_look
 from lowtide.torch.state.mismatch import Differs, Likeness, Naming, Place, in_words
 from lowtide.torch.state.owners import Owners, begin_meeting, end_meeting
 from lowtide.torch.state.samples import Sample, compare_later, may_be_unfilled, sample_of, whole_sample_of
@@ -454,6 +455,7 @@ class _Call:
         """Run the function again, and put the tensors that it saves into `store`."""
         if self._owners is not None and self._noted.count >= 0:
             self._owners.check()
+        growth = first_look(self._function, *(self._arguments if self._structure is not None else ()))
         rerun = _Rerun(self._noted, stops=self._early_stop or self._noted.count < 0, error=self._explained)
         try:
             self._run(rerun.hook(), rerun.saved, rerun.finish)
@@ -467,6 +469,8 @@ class _Call:
             self.rerun()
             return
         self.store, self.versions = rerun.saved, rerun.versions
+        if growth is not None:
+            growth.tell()
 
     def _run(
         self,
