@@ -334,7 +334,7 @@ class ContentsNote(Note):
     def settled(self, held: list[torch.Tensor]) -> Note | None:
         """See `Note`."""
         if self._tensor.requires_grad:  # it has become a part of the graph
-            return VersionsNote([self._tensor], [self._version])
+            return VersionsNote([without_graph(self._tensor)], [self._version])
         if self._copy.nbytes <= SMALL or is_changed(self._tensor, self._version, self._copy):
             return self
         if self._steady is not None:
@@ -373,6 +373,11 @@ def may_be_copied(tensor: torch.Tensor, most: float = SMALL) -> bool:
         and not tensor.is_inference()
         and 0 not in tensor.stride()
     )
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor if it is a leaf, else its values and version: a graph that a note holds may hold the note."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def is_changed(tensor: torch.Tensor, version: int, copy: torch.Tensor) -> bool:
@@ -425,7 +430,8 @@ def _fill(owner: Any, entries: Any) -> None:
 def _hold(value: Any, held: list[torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return value
-    held.append(value)
+    # Without its graph, which may be that of the step before, and so of all steps before it.
+    held.append(value if value.is_leaf else value.detach().requires_grad_())
     return _Held(len(held) - 1)
 
 

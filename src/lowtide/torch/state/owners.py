@@ -57,6 +57,7 @@ from lowtide.torch.state.notes import (
     VersionsNote,
     may_be_copied,
     same_entries,
+    without_graph,
 )
 
 # Attributes that every module has, and which are torch's.
@@ -304,7 +305,7 @@ class Owners:
         if may_be_copied(tensor, most):
             self._notes.append(ContentsNote(tensor, steady))
         elif _has_version(tensor):
-            self._notes.append(VersionsNote([tensor]))
+            self._notes.append(VersionsNote([without_graph(tensor)]))
 
     # --- after the first run
 
@@ -336,7 +337,7 @@ class Owners:
         for root in self._roots:
             for path, module in root.named_modules(prefix=type(root).__name__):
                 for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
-                    if value is tensor:
+                    if value is tensor or (_is_tensor(value) and value.is_set_to(tensor)):
                         return f"{path}.{name}"
         return f"a tensor of shape {tuple(tensor.shape)} that the function uses"
 
