@@ -51,6 +51,8 @@ POSITIONAL = {
 
 def test_the_names_are_these() -> None:
     assert sorted(lt.__all__) == [
+        "BudgetError",
+        "CheckpointError",
         "Comparison",
         "apply",
         "checkpoint",

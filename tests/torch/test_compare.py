@@ -127,7 +127,7 @@ def test_a_step_that_does_not_repeat_is_found_out() -> None:
         return h * w * (2.0 if lt.is_recomputing() else 1.0), None
 
     found = lt.compare_gradients(
-        lambda h: lt.checkpointed_scan(step, h * w, length=6, base=2, check_rerun=None)[0].sum(), torch.ones(2)
+        lambda h: lt.checkpointed_scan(step, h * w, length=6, base=2, check_rerun=False)[0].sum(), torch.ones(2)
     )
     result, gradient = found.rows
     assert not found.same

@@ -50,6 +50,8 @@ def test_the_names_are_these() -> None:
     assert sorted(lt.__all__) == [
         "A100",
         "Batch",
+        "BudgetError",
+        "CheckpointError",
         "Comparison",
         "Device",
         "H100",

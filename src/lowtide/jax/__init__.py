@@ -4,6 +4,7 @@ import lowtide.jax as lt
 carry, ys = lt.checkpointed_scan(step, init, xs, budget="64MiB")
 """
 
+from lowtide.errors import BudgetError, CheckpointError
 from lowtide.interface.comparison import Comparison
 from lowtide.jax.compare import compare_gradients
 from lowtide.jax.layers.checkpoint import checkpoint
@@ -13,6 +14,8 @@ from lowtide.jax.loops.while_loop import checkpointed_while_loop
 from lowtide.jax.model.planning import apply, plan_model
 
 __all__ = [
+    "BudgetError",
+    "CheckpointError",
     "Comparison",
     "apply",
     "checkpoint",

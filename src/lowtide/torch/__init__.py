@@ -4,6 +4,7 @@ import lowtide.torch as lt
 ys = lt.checkpointed_for_loop(net, xs, budget="64MiB")
 """
 
+from lowtide.errors import BudgetError, CheckpointError
 from lowtide.interface.comparison import Comparison
 from lowtide.torch import measure, spiking
 from lowtide.torch.checkpoint.call import checkpoint
@@ -25,6 +26,8 @@ __all__ = [
     "H100",
     "RTX4090",
     "Batch",
+    "BudgetError",
+    "CheckpointError",
     "Comparison",
     "Device",
     "Lean",

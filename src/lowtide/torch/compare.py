@@ -13,9 +13,9 @@ from torch.autograd.graph import Node
 from lowtide.errors import InputError
 from lowtide.interface.comparison import Compared, Comparison, share_of
 from lowtide.torch.memory.recording import plainly, record
-from lowtide.torch.state.ambient import Randomness
 from lowtide.torch.state.bits import same_bits
 from lowtide.torch.state.capture import Watch, edge_of
+from lowtide.torch.state.generators import Randomness
 from lowtide.torch.state.hidden import Hidden
 from lowtide.torch.state.trees import leaves_of
 

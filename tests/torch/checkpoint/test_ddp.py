@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide.torch as lt
 from lowtide.torch.state.bits import same_bits
 from tests.torch.calls import plainly
+from tests.torch.checkpoint.processes import in_processes
 
 WORLD = 2
 OPTIONS: list[dict[str, Any]] = [
@@ -65,12 +62,8 @@ def _train(checkpoint: Callable[..., Any], rank: int, options: dict[str, Any]) -
     return [*found, *(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
 
 
-def _work(rank: int, folder: str, interface: str) -> None:
-    """What one process does; what fails here is raised in the test."""
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    warnings.simplefilter("ignore")  # gloo warns of names that it cannot resolve
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD)
+def _work(rank: int) -> None:
+    """What one process does."""
     for options in OPTIONS:
         expected = _train(plainly, rank, options)
         found = _train(lt.checkpoint, rank, options)
@@ -80,14 +73,8 @@ def _work(rank: int, folder: str, interface: str) -> None:
         for grad in shared:
             dist.broadcast(grad, 0)
         assert all(same_bits(a, b) for a, b in zip(shared, found, strict=False)), options
-    dist.barrier()
-    os._exit(0)  # gloo's threads now and then abort a process that ends in order, with or without checkpoints
 
 
 @pytest.mark.long
 def test_checkpointed_gradients_are_those_of_plain_data_parallel_training(tmp_path: Path) -> None:
-    if not dist.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    names = [name for _, name in socket.if_nameindex()]
-    interface = "lo" if "lo" in names else names[0]
-    spawn(_work, args=(str(tmp_path), interface), nprocs=WORLD)
+    in_processes(WORLD, _work, tmp_path)

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import batch_norm
 
 import lowtide.torch as lt
 from lowtide import CheckpointError
@@ -498,7 +497,12 @@ def partials_and_defaults(call: Function) -> Any:
 
 # What is kept outside modules and arguments is the user's: it is not put back, and where it matters, that is an error.
 THE_USERS_OWN = {
-    *("globals_in_the_forward_of_a_module", "long_lists", "containers_of_all_kinds", "functions_and_tuples_as_attributes"),
+    *(
+        "globals_in_the_forward_of_a_module",
+        "long_lists",
+        "containers_of_all_kinds",
+        "functions_and_tuples_as_attributes",
+    ),
     *("a_gradient_inside_after_an_inner_call", "a_global_that_was_none", "a_global_that_the_function_counts"),
     *("partials_and_defaults", "attributes_in_slots_of_an_object_closed_over"),
 }

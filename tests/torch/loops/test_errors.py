@@ -134,24 +134,24 @@ def test_a_captured_tensor_out_of_sight() -> None:
 @pytest.mark.parametrize("options", [{"base": 7}, {"checkpoints": 2}, {}], ids=str)
 @pytest.mark.parametrize("where", ["carry", "output"])
 def test_a_step_whose_rerun_differs(options: dict[str, Any], where: str) -> None:
-    generator = np.random.default_rng(0)
+    draws = iter(np.random.default_rng(0).normal(size=10_000).tolist())
 
     def step(h: torch.Tensor, x: torch.Tensor, k: int) -> Any:
-        noise = float(generator.normal())
+        noise = next(draws)
         h = torch.tanh(h * W + x + (noise if where == "carry" else 0))
         return h, h * noise if where == "output" else h
 
-    refused(step, CheckpointError, "gave other values than at first.*generators=", knob=options)
+    refused(step, CheckpointError, "does not do what it did at first.*generators=.*What moved.*draws", knob=options)
 
 
 def test_check_rerun_names_the_step() -> None:
-    generator = np.random.default_rng(0)
+    draws = iter(np.random.default_rng(0).normal(size=10_000).tolist())
 
     def step(h: torch.Tensor, x: torch.Tensor, k: int) -> Any:
         h = torch.tanh(h * W + x)
-        return (h + float(generator.normal()) if k == 23 else h), h
+        return (h + next(draws) if k == 23 else h), h
 
-    refused(step, CheckpointError, "step 23 or one before it", check_rerun=True)
+    refused(step, CheckpointError, "step 23, run again, does not do what it did", check_rerun=True)
 
 
 @pytest.mark.parametrize("at", [0, 1, 20, 39])
@@ -212,7 +212,7 @@ def test_a_parameter_changed_in_place() -> None:
             w.mul_(0.99)
         return out, None
 
-    refused(step, CheckpointError, "the step changes w in place, which is outside its arguments and its modules")
+    refused(step, CheckpointError, "the steps change w in place")
 
 
 def test_inputs_changed_between_forward_and_backward() -> None:

@@ -127,6 +127,6 @@ def test_check_rerun_can_be_turned_off() -> None:
     def step(h: torch.Tensor, _: Any) -> Any:
         return torch.tanh(h * w) + 1e-9 * next(noise), None
 
-    h, _ = lt.checkpointed_scan(step, torch.ones(4), length=30, base=6, check_rerun=None)
+    h, _ = lt.checkpointed_scan(step, torch.ones(4), length=30, base=6, check_rerun=False)
     h.sum().backward()
     assert w.grad is not None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from itertools import count
 from typing import Any, NoReturn, TypeVar
 
@@ -49,6 +49,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _set_grad = torch._C._set_grad_enabled
 _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
+_traces = torch._C._is_tracing  # whether `torch.jit.trace` is at work, which records operations, not graphs
 _CHECKS = ("default", "none")
 _SIMPLE = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size})  # arguments
 # An operation may save what it has yet to fill, such as the noise of rrelu, and so many tensors more before it runs.
@@ -56,6 +57,7 @@ _LATE = 1
 # Operations that save tensors of which they leave parts unfilled, such as the noise of rrelu in eval.
 _PARTLY_FILLED = frozenset(f"torch.{place}{name}" for place in ("", "nn.functional.") for name in ("ctc_loss", "rrelu"))
 _NO_GENERATORS = nullcontext()
+_NO_CONTEXTS: tuple[Any, ...] = ()
 _OTHER_VALUES = "its values are not those of the first run"
 
 
@@ -68,7 +70,7 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     preserve_rng_state: bool = True,
-    contexts: Iterable[Callable[[], AbstractContextManager[Any]]] = (),
+    contexts: Iterable[Callable[[], AbstractContextManager[Any]]] = _NO_CONTEXTS,
     check_rerun: bool | None = None,
     **kwargs: Any,
 ) -> Result:
@@ -101,9 +103,9 @@ def checkpoint(
     """
     if _compiling():  # pragma: no cover  (it is traced, not run)
         return _traced(function, args, kwargs, context_fn, preserve_rng_state)
-    if not torch.is_grad_enabled() or recording.runs_plainly() or _transformed() is not None:
+    if not torch.is_grad_enabled() or recording.runs_plainly() or _transformed() is not None or _traces():
         return function(*args, **kwargs)
-    if contexts or check_rerun is not None:
+    if contexts is not _NO_CONTEXTS or check_rerun is not None:
         contexts, check_rerun, kwargs = _own_keywords(function, contexts, check_rerun, kwargs)
     if determinism_check not in _CHECKS:
         raise InputError(f"determinism_check={determinism_check!r} is not known; give one of {', '.join(_CHECKS)}")
@@ -143,16 +145,24 @@ def checkpoint(
 def _own_keywords(
     function: Any, contexts: Any, check_rerun: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The two arguments that torch's checkpoint does not have, handed on to a function with parameters of their names."""
+    """The two arguments that torch's checkpoint does not have, handed on to a function with parameters of their names.
+
+    A function that takes any name is handed what cannot be meant for this one.
+    """
     try:
-        names = signature(function.forward if isinstance(function, nn.Module) else function).parameters
+        parameters = signature(function.forward if isinstance(function, nn.Module) else function).parameters
     except (TypeError, ValueError):  # a function of C, which does not say
         return contexts, check_rerun, kwargs
-    if contexts and "contexts" in names:
-        contexts, kwargs = (), {**kwargs, "contexts": contexts}
-    if check_rerun is not None and "check_rerun" in names:
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if contexts is not _NO_CONTEXTS and ("contexts" in parameters or (takes_any and not _are_contexts(contexts))):
+        contexts, kwargs = _NO_CONTEXTS, {**kwargs, "contexts": contexts}
+    if check_rerun is not None and ("check_rerun" in parameters or (takes_any and not isinstance(check_rerun, bool))):
         check_rerun, kwargs = None, {**kwargs, "check_rerun": check_rerun}
     return contexts, check_rerun, kwargs
+
+
+def _are_contexts(contexts: Any) -> bool:
+    return isinstance(contexts, Iterable) and all(map(callable, contexts))
 
 
 def _traced(
@@ -168,6 +178,14 @@ def _traced(
     return torch.utils.checkpoint.checkpoint(  # type: ignore[no-any-return]  # torch's own
         function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
     )
+
+
+# Where `torch.compile` cannot trace the function, the call is made as if nothing were compiled. Without this, the compiler
+# would trace `checkpoint` itself next, and find nothing but torch's checkpoint to be called.
+_frames = torch._C._dynamo.eval_frame
+_frames.set_code_exec_strategy(
+    checkpoint.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+)
 
 
 class _CheckpointThread(threading.local):
@@ -442,15 +460,24 @@ class _Call:
         except Differs as differs:
             error = self._explained(differs)
             if error is not None:
-                raise error from None
+                try:
+                    raise error from None
+                finally:
+                    del error  # or it would be held by this frame, which its traceback holds
             self.rerun()
             return
         self.store, self.versions = rerun.saved, rerun.versions
 
     def _run(
-        self, pack: Callable[[torch.Tensor], int], saved: list[torch.Tensor | None], finish: Callable[[], None]
+        self,
+        pack: Callable[[torch.Tensor], int],
+        saved: list[torch.Tensor | None],
+        finish: Callable[[list[torch.Tensor]], None],
     ) -> None:
-        """Run the function as it ran first, with this pack hook, and `finish` before anything is put back."""
+        """Run the function as it ran first, with this pack hook, and `finish` before anything is put back.
+
+        It is handed the tensors that will then have other values.
+        """
         tensors = self._held.again()
         if self._structure is not None:
             values = self._structure.with_tensors(tensors)
@@ -466,12 +493,13 @@ class _Call:
         if self._owners is None and self._context is None and self._ambient.is_now():
             with _NO_GENERATORS if self._generators is None else self._generators.again():
                 self._run_here(pack, saved, values, kwargs)
-                finish()
+                finish([])
             return
+        rewritten: list[torch.Tensor] = []
         with ExitStack() as contexts:
             if self._owners is not None:
                 hidden = self._hidden.again() if self._hidden is not None else []
-                contexts.enter_context(self._owners.as_before(hidden))
+                rewritten = contexts.enter_context(self._owners.as_before(hidden))
             if self._generators is not None:
                 contexts.enter_context(self._generators.again())
             if not self._ambient.is_now():
@@ -479,7 +507,7 @@ class _Call:
             if self._context is not None:
                 contexts.enter_context(self._context)
             self._run_here(pack, saved, values, kwargs)
-            finish()
+            finish(rewritten)
 
     def _run_here(
         self,
@@ -526,7 +554,7 @@ class _Call:
 
         try:
             with naming:
-                self._run(pack, saved, lambda: None)
+                self._run(pack, saved, lambda _: None)
         except Exception:  # whatever it is, the first error is the one to report
             place = None
         if function in _PARTLY_FILLED and differs.in_values:
@@ -634,14 +662,22 @@ class _Rerun:
             number, tensor = self._late.pop(0)
             self._compare(number, tensor, self._noted.late[number], self._noted.sample(tensor))
 
-    def finish(self) -> None:
-        """The function has run, or has been ended."""
+    def finish(self, rewritten: list[torch.Tensor]) -> None:
+        """The function has run, or has been ended; `rewritten` tensors are about to have other values."""
         number, wanted = len(self.saved), self._wanted
         self._compare_late(number)
         if number < wanted:
             likes = self._noted.likes
             then = "another one" if likes is None else in_words(likes[number])
             raise Differs(number, f"there was {then}, now there is nothing more, where the first run saved {wanted:,}")
+        if rewritten:
+            storages = {tensor.untyped_storage()._cdata for tensor in rewritten}
+            for number, tensor in enumerate(self.saved):
+                assert tensor is not None
+                if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages:
+                    self.saved[number] = copied = tensor.clone()
+                    # One that the rerun itself wrote to is refused when it is asked for.
+                    self.versions[number] = copied._version if tensor._version == self.versions[number] else -1
 
 
 def _ignored(_: Any) -> None:

@@ -20,6 +20,7 @@ from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
 from lowtide.torch.loops.pullback import Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
+from lowtide.torch.state.capture import now
 
 
 class Engine:
@@ -47,13 +48,15 @@ class Engine:
                     self._pending = chain([action], actions)
                     break
                 self._play(action)
-        return self.runner.end_first_runs()
+        waiting = [snapshot for snapshot, _ in self.ahead]
+        return self.runner.end_first_runs([*self._snapshots.values(), *waiting])
 
     def backward(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Play the rest; the gradients of the differentiable start, then of the inputs, then of captured tensors."""
         runner = self.runner
         actions, self._pending = self._pending, None
         self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
+        since = now()
         with runner.rerunning():
             try:
                 if actions is None:  # a second backward through a retained graph plays everything again
@@ -65,8 +68,10 @@ class Engine:
                 self._snapshots.clear()
                 self._pieces.clear()
                 self._pullback = None
+        runner.refuse_collected(since)
         runner.end_progress()
-        starts = [g for g, flag in zip(pullback.state, runner.first_flags, strict=True) if flag]
+        # The first tape may have been made when part of the state was not known yet, which then has no gradient there.
+        starts = [g for g, flag in zip(pullback.state, runner.first_flags, strict=False) if flag]
         return [*starts, *pullback.xs(), *pullback.captured]
 
     def end_at(self, length: int, actions: Callable[[], Iterator[Action]]) -> None:
@@ -140,9 +145,12 @@ class Engine:
             recording.count(taping=1)
             start += 1
         if start < stop:
-            # A tape that continues another one is the same piece: the state between them needs no root of its own.
-            onto = self._pieces.pop() if self._connected else None
-            self._pieces.append(self.runner.tape(start, stop, onto=onto))
+            if self.runner.proof.compares_graphs:
+                self._pieces += [self.runner.tape(k, k + 1) for k in range(start, stop)]
+            else:
+                # A tape that continues another one is the same piece: the state between them needs no root.
+                onto = self._pieces.pop() if self._connected else None
+                self._pieces.append(self.runner.tape(start, stop, onto=onto))
             recording.count(taping=stop - start)
             self.runner.check_tape(stop)
             self._connected = True
@@ -158,10 +166,13 @@ class Engine:
         recording.count(probe=end, taping=stop - start)
         self.ahead.clear()
         self.runner.restart()
-        with recording.recomputing():
+        with self.runner.repeating():
             if start:
                 self.runner.run_untaped(0, start)
-            self._pieces.append(self.runner.tape(start, stop, put=False))
+            if self.runner.proof.compares_graphs:
+                self._pieces += [self.runner.tape(k, k + 1, put=False) for k in range(start, stop)]
+            else:
+                self._pieces.append(self.runner.tape(start, stop, put=False))
         self._connected = True
         return stop
 
@@ -183,9 +194,11 @@ def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
     runner = engine.runner
     tensors = [*runner.start_tensors(), *runner.inputs.differentiable, *runner.captured.tensors]
     box: list[Any] = []
+    since = now()
     results = iter(_Loop.apply(engine, box, *tensors))  # type: ignore[no-untyped-call]  # torch's own
     merged = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in box]
-    runner.refuse_strays()
+    runner.refuse_changed()
+    runner.refuse_collected(since)
     count = len(runner.profile.outputs)
     return runner.finish(merged[count:]), merged[:count]
 
@@ -231,7 +244,7 @@ def _differentiable(
     runner: StepRunner, tensors: tuple[torch.Tensor, ...], grads: list[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of the plain loop, run again from `tensors`, with a graph through which they are differentiable."""
-    with recording.recomputing():
+    with runner.repeating():
         captured = runner.captured
         # Views of everything that is given, so that the gradients stop there and do not go on into the graph that made
         # it. For captured tensors only if one was computed from another: replacing them means watching each function
@@ -271,6 +284,7 @@ def _plain_again(runner: StepRunner, given: list[torch.Tensor]) -> list[Any]:
         for k, x in enumerate(rows):
             carry, y = stepper.call(k, carry, x)
             outputs.keep(k, runner.inputs.place(k), y)
+            runner.proof.output(k, outputs.leaves(k, y))
         finals = [*stepper.leaves(runner.length - 1, carry), *runner.hidden.leaves()]
     recording.count(taping=runner.length, backward=runner.length)
     if runner.progress is not None:

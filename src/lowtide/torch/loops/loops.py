@@ -28,7 +28,8 @@ from lowtide.torch.loops.probe import Probed, probe
 from lowtide.torch.loops.runner import StepRunner
 from lowtide.torch.loops.step import Loop, StepFunction, Stepper
 from lowtide.torch.memory import recording
-from lowtide.torch.state.ambient import Ambient, Randomness
+from lowtide.torch.state.ambient import Ambient, gradients_aside
+from lowtide.torch.state.generators import Randomness
 from lowtide.torch.state.hidden import Hidden
 from lowtide.torch.state.trees import form_of
 
@@ -91,9 +92,9 @@ def checkpointed_scan(
     unroll: int = 1,
     pbar: Any = None,
     reduce: Reduce = None,
-    check_rerun: bool | None = False,
+    check_rerun: bool | None = None,
     compile: bool = False,
-    generators: Iterable[torch.Generator] = (),
+    generators: Iterable[Any] = (),
     contexts: Contexts = (),
     captures: Iterable[torch.Tensor] = (),
     hidden: Iterable[str] = (),
@@ -118,10 +119,12 @@ def checkpointed_scan(
         unroll: as in `scan`.
         pbar: as in `scan`; it moves once for each step forward and once backward, never for reruns.
         reduce: as in `scan`.
-        check_rerun: reruns are compared with first runs where snapshots were taken; True does it at every step, None
-            not at all (for kernels that do not repeat to the last bit).
+        check_rerun: what is compared of first runs and reruns: by default samples of every step's output and of states
+            (small tensors whole, at least 1,024 numbers of a large one), with True every bit at every step, with False
+            nothing (for kernels that do not repeat to the last bit).
         compile: run the step through `torch.compile`, in first runs and reruns alike.
-        generators: `torch.Generator`s that the step draws from; those it uses at the first step are found.
+        generators: random generators that the step draws from and that it does not name, close over or use at its first
+            step; those of torch, Python and numpy that everybody shares, and those in modules, are found.
         contexts: functions that make context managers to be entered for reruns, such as `lambda: sdpa_kernel(...)`.
         captures: tensors that the step closes over but that the first step does not show.
         hidden: names of module attributes to carry though the first steps do not change them.
@@ -148,9 +151,9 @@ def checkpointed_for_loop(
     unroll: int = 1,
     pbar: Any = None,
     reduce: Reduce = None,
-    check_rerun: bool | None = False,
+    check_rerun: bool | None = None,
     compile: bool = False,
-    generators: Iterable[torch.Generator] = (),
+    generators: Iterable[Any] = (),
     contexts: Contexts = (),
     captures: Iterable[torch.Tensor] = (),
     hidden: Iterable[str] = (),
@@ -205,9 +208,9 @@ def plan_for_loop(
 
 @dataclass(frozen=True, slots=True)
 class _Extras:
-    check_rerun: bool | None = False
+    check_rerun: bool | None = None
     compile: bool = False
-    generators: tuple[torch.Generator, ...] = ()
+    generators: tuple[Any, ...] = ()
     contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
     captures: tuple[torch.Tensor, ...] = ()
     hidden: tuple[str, ...] = ()
@@ -343,10 +346,11 @@ def _plan(loop: Loop, knob: Knobs, hidden: tuple[str, ...], lean: bool) -> Plan:
     if loop.inputs.length == 0:
         raise InputError("a loop of no steps needs no plan")
     runner = _runner(loop, extras, None, advance_with_grad=False)
+    parameters = [parameter for module in runner.hidden.modules for parameter in module.parameters(recurse=False)]
     try:
-        with torch.enable_grad(), recording.recomputing():
+        with torch.enable_grad(), gradients_aside(parameters), recording.recomputing():
             probed = _probe(runner, knob, extras, measure=True)
         recording.count(probe=len(probed.ahead))
         return knob.choose(probed.costs, loop.inputs.length)
     finally:
-        runner.restart()
+        runner.forget_probe()

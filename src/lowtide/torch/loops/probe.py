@@ -30,8 +30,7 @@ from lowtide.torch.loops.pullback import Piece
 from lowtide.torch.loops.runner import Ahead, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.memory.tracker import Memory, storage_bytes, watching
-from lowtide.torch.state.ambient import mark_bytes
-from lowtide.torch.state.bits import checksum_bytes
+from lowtide.torch.state.generators import mark_bytes
 
 # Gradients may need a few steps to reach every part of the state; a longer delay is found out later, and refused.
 _MOST_PROBED_STEPS = 16
@@ -151,8 +150,9 @@ def _rehearse(
     """
     ahead[:] = [(snapshot, None) for snapshot, _ in ahead]
     last = len(ahead) - 1
+    runner.find_moving()
     piece: Piece | None = None
-    with _seeing(meter), recording.recomputing():
+    with _seeing(meter), runner.repeating():
         runner.restart()
         before = runner.state()
         for k, (snapshot, _) in enumerate(ahead):
@@ -264,7 +264,6 @@ class _StepBytes:
     saved: int  # what the tape holds beside
     x_grads: int  # gradients of the step's own inputs
     taped: int  # most at once while it was taped
-    checking: int  # a checksum, made when the step has run, beside its state but not beside what it needed to run
     start: int  # hidden state before the first step, which is held throughout
 
     @property
@@ -285,8 +284,8 @@ class _StepBytes:
         # Sums are added to out of place: the sum so far, what is added, and the new sum are there at once.
         pulling = pulled + (1 + several) * sum_ + loose + self.kept_twice - slack if pulled else 0
         return Working(
-            advance=self.state + max(self.taped, self.checking) + self.start,
-            tape=max(0, taping, self.checking + loose) + self.start,
+            advance=self.state + self.taped + self.start,
+            tape=max(0, taping, loose) + self.start,
             backward=max(0, pulling) + self.start,
         )
 
@@ -341,8 +340,7 @@ def _step_bytes(
         saved=meter.saved(new, outputs),
         x_grads=sum(x.nbytes for x in (piece.xs if piece is not None else [])),
         taped=meter.taped,
-        checking=max((checksum_bytes(t) for t in (*new, *outputs)), default=0),
-        start=storage_bytes(_tensors(runner.begin.hidden.leaves())),
+        start=storage_bytes(_tensors(runner.begin.hidden.leaves())) + runner.hidden.copied_bytes(),
     )
 
 

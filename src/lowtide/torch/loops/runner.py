@@ -7,7 +7,8 @@ the state, and what steps close over, is learned from the first steps, which `pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,11 @@ from lowtide.errors import CheckpointError, InputError
 from lowtide.interface.progress import Progress
 from lowtide.torch.loops.inputs import Inputs
 from lowtide.torch.loops.outputs import Outputs
+from lowtide.torch.loops.proof import Proof
 from lowtide.torch.loops.pullback import LoopParts, Piece, Profile, Pullback, Shared
 from lowtide.torch.loops.step import StepFunction, Stepper
 from lowtide.torch.memory import recording
-from lowtide.torch.state.ambient import Ambient, Mark, Randomness
-from lowtide.torch.state.bits import Repeats
+from lowtide.torch.state.ambient import Ambient, gradients_aside
 from lowtide.torch.state.capture import (
     Captured,
     Walk,
@@ -34,8 +35,11 @@ from lowtide.torch.state.capture import (
     has_gradient,
     is_differentiable,
     now,
+    strangers,
 )
+from lowtide.torch.state.generators import Mark, Randomness
 from lowtide.torch.state.hidden import Hidden, HiddenState
+from lowtide.torch.state.moving import Things, collected, graph_of, moved
 
 
 @dataclass(slots=True)
@@ -68,7 +72,7 @@ class StepRunner:
         ambient: Ambient,
         *,
         progress: Progress | None = None,
-        check_rerun: bool | None = False,
+        check_rerun: bool | None = None,
         advance_with_grad: bool = False,
     ) -> None:
         self.stepper = stepper
@@ -80,7 +84,7 @@ class StepRunner:
         self.length = inputs.length
         self.progress = progress
         self._tapes_always = advance_with_grad  # run steps with grad even where no tape is kept
-        self._repeats = Repeats(always=check_rerun is True, never=check_rerun is None)
+        self.proof = Proof(check_rerun)
         self._walk = Walk(always=check_rerun is True)
 
         # What the first steps teach.
@@ -90,6 +94,11 @@ class StepRunner:
         self.shared = Shared()
         self._parts = LoopParts(inputs, outputs, self.captured, self.profile, self.shared)
         self._learning = True
+        self._things = Things(hidden.finds, hidden.modules)
+        self._look = self._things.look()
+        self._graded: list[
+            torch.Tensor
+        ] = []  # leaves whose gradients the step itself adds to, by a backward of its own
 
         # The current state; a part of it is in the modules themselves.
         self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in stepper.init]
@@ -112,6 +121,8 @@ class StepRunner:
 
     def snapshot(self) -> Snapshot:
         """The current state, to come back to."""
+        if self._first_runs:
+            self.hidden.look()
         mark = self.random.mark() if self._first_runs or self._draws else self.random.start
         return Snapshot(self.leaves, self.hidden.read(), mark)
 
@@ -180,17 +191,18 @@ class StepRunner:
 
     def advance(self, start: int, stop: int) -> None:
         """Run steps [start, stop), keeping nothing but the state."""
-        outputs = self.run_untaped(start, stop)
-        if not self._repeats.always:  # else that was done at every step
-            self._note_repeat(stop, outputs)
+        self.run_untaped(start, stop)
+        if not self.proof.always:  # else that was done at every step
+            self._note_state(stop)
 
     def run_untaped(self, start: int, stop: int) -> list[Any]:
         """Run steps [start, stop) in the way in which first runs without a tape are run; returns the last output."""
-        return (self._run_dropping_tapes if self._tapes_always else self.run_plainly)(start, stop)
+        with_grad = self._tapes_always or (self._first_runs and self.proof.compares_graphs)
+        return (self._run_dropping_tapes if with_grad else self.run_plainly)(start, stop)
 
     def run_plainly(self, start: int, stop: int) -> list[Any]:
         """Run steps [start, stop) without grad; returns the leaves of the last one's output."""
-        f, carry, always, stays = self.stepper.f, self.carry, self._repeats.always, self.shared.stays
+        f, carry, always, stays = self.stepper.f, self.carry, self.proof.always, self.shared.stays
         watch = self.stepper.watching(self.leaves) if self._first_runs else None
         k, take = start, self._take if self._first_runs else None
         try:
@@ -205,7 +217,7 @@ class StepRunner:
                         self.shared.ran(k, self.outputs.leaves(k, y))
                     if always:
                         self.leaves = self.stepper.leaves(k, carry)
-                        self._note_repeat(k + 1, self.outputs.leaves(k, y))
+                        self._note_state(k + 1)
                     k += 1
         except Exception:
             self._find_bad_carry(carry)  # was it because of what the step before returned?
@@ -217,22 +229,13 @@ class StepRunner:
         return outputs
 
     def _run_dropping_tapes(self, start: int, stop: int) -> list[Any]:
-        """The same for steps that pick other kernels without grad: with tapes, which are dropped at once."""
-        f = self.stepper.taping
-        with torch.enable_grad():
-            for k, x in enumerate(self.inputs.rows(start, stop, []), start):
-                self.root_state(k)
-                self.carry, y = f(self.carry, x)
-                self.leaves = self.stepper.leaves(k, self.carry)
-                outputs = self.outputs.leaves(k, y)
-                if self.shared.stays:
-                    self.shared.ran(k, outputs)
-                if self._first_runs:
-                    self._put(k, outputs)
-                if self._repeats.always:
-                    self._note_repeat(k + 1, outputs)
-        self.shared.note(stop, self.state(), outputs)
-        self.detach_state()
+        """The same for steps that need grad, or whose graphs are compared: with tapes, which are dropped at once."""
+        outputs: list[Any] = []
+        for k in range(start, stop):
+            self.tape(k, k + 1)
+            outputs = self.last_output
+            self.last_output = []
+            self.detach_state()
         return outputs
 
     def run_carefully(self, k: int, x: Any) -> Any:
@@ -275,6 +278,7 @@ class StepRunner:
             # output of the piece was seen to have that form.
             note = self._noting(piece, put=put) if self._first_runs or not self._wants_only_edges() else None
             column = piece.outputs[0] if note is None and piece.outputs else None
+            prove, proves, is_tensor = self.proof.output, not (self.proof.never or put), self.outputs.is_tensor
             f, walk, counts, xs = self.stepper.taping, self._walk, self._walk.node_counts, piece.xs
             k, carry, last = start, self.carry, self.length - 1
             due, mark = walk.next_due(k, last), now()
@@ -290,6 +294,8 @@ class StepRunner:
                     note(k, carry, y)
                 else:
                     column = self._first_edge(piece, k, y)
+                if proves:
+                    prove(k, (y,) if is_tensor else self.outputs.leaves(k, y))
                 began, mark = mark, now()
                 if ends is not None or mark - began not in counts:
                     self._check_graph(piece, k, carry, y, ends, began)
@@ -301,20 +307,36 @@ class StepRunner:
 
     def _begun(self, start: int) -> Piece:
         """A piece of no steps yet, from the current state, which becomes its root."""
+        if self._first_runs and not self._learning:
+            self.hidden.look()
         since = now()  # before the root is made: nodes that this takes are the piece's own
         return Piece(start, start, since, self.root_state(start), [], [], [])
 
     def _end_piece(self, piece: Piece, stop: int, y: Any) -> None:
         """The piece ends at `stop`, whose state is current; `y` is the output of its last step."""
         self.last_output = self.outputs.leaves(stop - 1, y)
+        if self._first_runs and not self._learning:
+            self.hidden.look()
         state = self.state()
         self.shared.note(stop, state, self.last_output)
         piece.stop, piece.ends = stop, edges_of(state)
+        if self.proof.compares_graphs:
+            self._note_graph(piece)
+
+    def _note_graph(self, piece: Piece) -> None:
+        """Compare the graph of a piece of one step with that of its first run, or take note of it."""
+        ends = edge_set([*piece.starts, *piece.xs, *self.captured.tensors]).union(self.captured.edges)
+        ends.update(origin[0] for origin in self.hidden.origins() if origin is not None)
+        outputs = [column[-1][1] if column and column[-1][0] == piece.stop - 1 else None for column in piece.outputs]
+        carry, hidden = piece.ends[: len(self.leaves)], piece.ends[len(self.leaves) :]
+        # Hidden state that begins to change later is not among the state of earlier steps.
+        changed = [edge for edge in hidden if edge is not None and edge not in ends]
+        self.proof.graph(piece.stop - 1, graph_of([*outputs, *carry, *changed], ends, piece.since))
 
     def _wants_only_edges(self) -> bool:
         """Whether nothing has to be known of a rerun's output but where its cotangent enters."""
         outputs = self.outputs
-        return outputs.is_tensor and not (self._repeats.always or outputs.in_step_order or self.shared.stays)
+        return outputs.is_tensor and not (self.proof.always or outputs.in_step_order or self.shared.stays)
 
     def _first_edge(self, piece: Piece, k: int, y: Any) -> list[tuple[int, GradientEdge]]:
         """Note the edge of the first output of a piece, a single tensor; returns where those of the others go."""
@@ -325,7 +347,7 @@ class StepRunner:
     def _noting(self, piece: Piece, *, put: bool) -> Callable[[int, Any, Any], None]:
         """What is done with the carry and the output of each step of a piece, where more is wanted than edges."""
         outputs, in_order, stays = self.outputs, self.outputs.in_step_order, self.shared.stays
-        checks = self._repeats.always and not self._learning  # not before it is known what the state consists of
+        checks = self.proof.always and not self._learning  # not before it is known what the state consists of
         watch = self.stepper.watching(self.leaves) if put else None
 
         def note(k: int, carry: Any, y: Any) -> None:
@@ -338,7 +360,7 @@ class StepRunner:
                 self._put(k, leaves)
             if checks:
                 self.leaves = self.stepper.leaves(k, carry)
-                self._note_repeat(k + 1, leaves)
+                self._note_state(k + 1)
             if not piece.outputs:
                 piece.outputs = [[] for _ in leaves]
             for leaf, column in zip(leaves, piece.outputs, strict=True):
@@ -359,14 +381,16 @@ class StepRunner:
         self, piece: Piece, k: int, carry: Any, y: Any, ends: set[GradientEdge] | None, began: int
     ) -> None:
         """Refuse step k, which has just run, if its graph reaches what is neither given nor captured."""
-        if ends is None:  # not foreseen: all the way back to where the piece began
-            ends, began = edge_set([*piece.starts, *piece.xs]), piece.since
         results = [*self.stepper.leaves(k, carry), *self.hidden.leaves(), *self.outputs.leaves(k, y)]
-        self._walk.check(k, results, ends.union(self.captured.edges), began)
+        if ends is not None and not strangers(edge_set(results), ends.union(self.captured.edges), began):
+            return
+        # Not foreseen, or state that began to change inside this piece: all the way back to where the piece began.
+        ends = edge_set([*piece.starts, *piece.xs, *self.captured.targets])
+        self._walk.check(k, results, ends.union(self.captured.edges), piece.since)
 
     def check_tape(self, stop: int) -> None:
         """Compare the end of a tape with first runs, or take note of it; the last output is let go."""
-        self._note_repeat(stop, self.last_output)
+        self._note_state(stop)
         self.last_output = []
 
     # --- first runs and reruns
@@ -376,6 +400,7 @@ class StepRunner:
         if k >= self._put_already:
             self._put_already = k + 1
             self.outputs.put(k, self.inputs.place(k), outputs)
+            self.proof.output(k, outputs)
             if self.progress is not None:
                 self.progress.update(1)
 
@@ -384,14 +409,19 @@ class StepRunner:
         if k >= self._put_already:
             self._put_already = k + 1
             self.outputs.take(k, self.inputs.place(k), y)
+            self.proof.output(k, [y] if self.outputs.is_tensor else self.outputs.leaves(k, y))
             if self.progress is not None:
                 self.progress.update(1)
 
-    def _note_repeat(self, step: int, outputs: list[Any]) -> None:
-        self._repeats.note(step, [*self.state(), *outputs], first=self._first_runs)
+    def _note_state(self, step: int) -> None:
+        self.proof.state(step, self.state())
 
-    def end_first_runs(self) -> list[Any]:
-        """From here on every run is a rerun; returns the leaves of the final state."""
+    def end_first_runs(self, snapshots: Iterable[Snapshot]) -> list[Any]:
+        """From here on every run is a rerun, from one of these snapshots; returns the leaves of the final state."""
+        self.hidden.look()
+        for snapshot in (self.begin, *snapshots):
+            self.hidden.complete(snapshot.hidden)
+        self.first_flags += [False] * (len(self.begin.all_leaves()) - len(self.first_flags))
         self._draws = self.random.mark() is not self.random.start
         self._first_runs = False
         finals = self.state()
@@ -402,25 +432,30 @@ class StepRunner:
     def rerunning(self) -> Iterator[None]:
         """Inside, steps find what first runs found; afterwards modules and generators are as they were before."""
         aside = self.random.aside() if self._draws else nullcontext()
-        with self.ambient.again(), self.hidden.aside(), aside, recording.recomputing():
+        with self.ambient.again(), self.hidden.aside(), aside, self.repeating():
             yield
 
-    def refuse_strays(self) -> None:
-        """Refuse a loop in which a captured tensor, or state that is not carried, was changed; say at which step."""
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Inside, steps know that they are run again, and gradients that they add by themselves do not count twice."""
+        with gradients_aside(self._graded), recording.recomputing():
+            yield
+
+    def refuse_changed(self) -> None:
+        """Refuse a loop in which a captured tensor was changed."""
         if changed := self.captured.changed():
             raise CheckpointError(
                 f"the steps change {', '.join(changed)} in place, so reruns would not repeat; change it after the "
                 "backward"
             )
-        strays = self.hidden.strays()
-        if not strays:
-            return
-        self.restart()
-        step = self._first_step_where(lambda: bool(self.hidden.strays()))
-        raise CheckpointError(
-            f"step {step:,} is the first to change {', '.join(strays)}, and reruns would not see it; what steps change "
-            f"is learned from the first ones, so name it: hidden=({strays[0]!r},)"
-        )
+
+    def refuse_collected(self, since: int) -> None:
+        """Refuse steps that have put tensors of their graphs outside, where gradients through them would be lost."""
+        if not self.proof.never and (names := collected(self._things, since)):
+            raise CheckpointError(
+                f"the step puts tensors with a gradient into {', '.join(names)}, through which it would be lost; return "
+                "them as outputs instead, or put them there detached"
+            )
 
     # --- what the backward asks
 
@@ -449,6 +484,7 @@ class StepRunner:
         Its graph is not walked: what the step closes over is about to be learned from it.
         """
         self.first_flags = [has_gradient(leaf) for leaf in self.stepper.init]
+        self._look = self._things.look()
         watch = Watch()
         with self.hidden.meeting_modules(), watch, self.stepper.without_lean(), torch.enable_grad():
             piece = self._begun(0)
@@ -462,17 +498,21 @@ class StepRunner:
 
         `captures` are tensors that it is said to close over.
         """
-        self.hidden.probe([self.begin.hidden])
+        self.hidden.look()
+        self.hidden.complete(self.begin.hidden)
         for generator, state in watch.generators.values():
             self.random.add(generator, state)
         self.begin.random = self.random.start
         self._tapes_always |= watch.needs_grad
+        self._graded = list(watch.graded.values())
         origins = self.hidden.origins()
         self.first_flags += [origin is not None for origin in origins]
         self._learn_flow(piece, self.begin)
         given = edge_set([*piece.starts, *piece.xs])
         given.update(origin[0] for origin in origins if origin is not None)
         self._capture(piece, given, watch, captures)
+        self.refuse_collected(piece.since)
+        self._note_first_graph(piece)
         # A graph that runs on into what was there before cannot serve as a tape.
         return not self.captured.dependent and not any(origins)
 
@@ -482,10 +522,20 @@ class StepRunner:
         `snapshots` are those of all steps so far: they get the values that newly found hidden state had until now. The
         last is that of the state from which the piece was taped.
         """
-        self.hidden.probe([snapshot.hidden for snapshot in snapshots])
+        self.hidden.look()
+        for snapshot in snapshots:
+            self.hidden.complete(snapshot.hidden)
         before = self.profile.state
         self._learn_flow(piece, snapshots[-1])
+        self.refuse_collected(piece.since)
+        self._note_first_graph(piece)
         return self.profile.state == before
+
+    def _note_first_graph(self, piece: Piece) -> None:
+        """Take note of the graph and the state of one of the first steps, as long as it is not known what moves."""
+        if not self.proof.never:
+            self._note_graph(piece)
+            self._note_state(piece.stop)
 
     def _learn_flow(self, piece: Piece, snapshot: Snapshot) -> None:
         """Add to the profile through which parts of state and output gradients flow at this step."""
@@ -514,9 +564,10 @@ class StepRunner:
             for parameter in module.parameters(recurse=False):
                 if parameter.requires_grad:
                     captured.add(parameter, hidden.parameters[id(parameter)])
-        captured.learn(piece.roots(), given, watch)
+        captured.learn(piece.roots(), given, watch, hidden.finds.labels)
         captured.settle()
-        if any(edge_of(tensor) not in captured.edges for tensor in hidden.tensors if tensor.requires_grad):
+        named = (tensor for _, tensor in self._things.tensors() if tensor.requires_grad)
+        if any(edge_of(tensor) not in captured.edges for tensor in named):
             # The step refers to a tensor that it may use later, and then its gradient would be lost.
             self._walk.always()
 
@@ -538,14 +589,32 @@ class StepRunner:
         """It is known what belongs to the state; what changes beside it from here on is refused."""
         self.let_go()
         self.hidden.settle()
-        self.shared.settle()
+        if not self.hidden.may_collect():  # else outputs may come to stay in the state later
+            self.shared.settle()
         self._learning = False
+        self.find_moving()
+
+    def find_moving(self) -> None:
+        """Find out what outside has moved while steps ran so far; from here on graphs are compared if anything has."""
+        self.proof.moving = moved(self._look, self._things.look())
+
+    def forget_probe(self) -> None:
+        """Put everything back after steps that were run to be measured, and warn of what cannot be put back."""
+        self.restart()
+        if names := self._things.put_back(self._look):
+            warnings.warn(
+                f"planning ran the first steps, and with them moved {', '.join(names)}, outside the step's modules and "
+                "arguments, where it stays moved; plan before such things matter, or make them part of a module or of "
+                "the carry",
+                stacklevel=5,
+            )
 
     # --- what turns out later
 
     def forget_first_runs(self) -> None:
         """Go back to the beginning as if no step had run yet; what was learned stays."""
         self.shared.clear()
+        self.proof.forget()
         self._put_already = 0
         self.restart()
 

@@ -26,7 +26,8 @@ from lowtide.torch.loops.probe import probe
 from lowtide.torch.loops.runner import StepRunner
 from lowtide.torch.loops.step import Stepper
 from lowtide.torch.memory import recording
-from lowtide.torch.state.ambient import Ambient, Randomness
+from lowtide.torch.state.ambient import Ambient
+from lowtide.torch.state.generators import Randomness
 from lowtide.torch.state.hidden import Hidden
 
 _NO_END = 2**40  # the length of a loop as long as it is not known
@@ -40,8 +41,8 @@ def checkpointed_while_loop(
     checkpoints: int | None = None,
     budget: int | str | None = None,
     max_steps: int | None = None,
-    check_rerun: bool | None = False,
-    generators: Iterable[torch.Generator] = (),
+    check_rerun: bool | None = None,
+    generators: Iterable[Any] = (),
     captures: Iterable[torch.Tensor] = (),
     hidden: Iterable[str] = (),
     lean: bool = False,

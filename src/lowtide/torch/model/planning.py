@@ -37,7 +37,7 @@ from lowtide.torch.model.step import BaseRun, Resident
 from lowtide.torch.paper.devices import Device, device_of
 from lowtide.torch.paper.on_paper import on_paper as fake
 from lowtide.torch.state.ambient import RandomStates, aside
-from lowtide.torch.state.hidden import left_as_it_was, objects_aside
+from lowtide.torch.state.hidden import left_as_it_was
 from lowtide.torch.state.stand_in import StandIn, original, standing_in
 
 # The share of the requested peak by which a plan aims lower: if the step is run once as planned, and if it is planned
@@ -358,7 +358,6 @@ def planning(
         unapplied(model),
         aside([model]),
         left_as_it_was([model]),
-        objects_aside(model),
         hooks_aside(model.parameters()),
         warnings.catch_warnings(),
         ExitStack() as stack,

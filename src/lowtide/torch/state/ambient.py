@@ -1,4 +1,4 @@
-"""What a rerun must find as the first run found it: random generators, autocast, default dtype, device and the like."""
+"""Settings that a rerun must find as the first run found them: autocast, default dtype and device, attention kernels."""
 
 from __future__ import annotations
 
@@ -10,74 +10,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import nn
 
-from lowtide.errors import InputError
 from lowtide.torch.memory import recording
-from lowtide.torch.state.hidden import Hidden
-
-Mark = tuple[torch.Tensor, ...]
-
-
-def _device_generators() -> list[torch.Generator]:
-    if not torch.cuda.is_initialized():
-        return []
-    return list(torch.cuda.default_generators)  # pragma: no cover  (needs a GPU)
-
-
-class Randomness:
-    """The states of torch's own generators and of those that the step uses."""
-
-    def __init__(self, generators: Iterable[torch.Generator]) -> None:
-        self._generators = [torch.default_generator, *_device_generators()]
-        for generator in generators:
-            if not isinstance(generator, torch.Generator):
-                raise InputError(f"generators= has a {type(generator).__name__}; give torch.Generator objects")
-            if not any(generator is known for known in self._generators):
-                self._generators.append(generator)
-        self._mark: Mark = ()
-        self.start = self.mark()
-
-    def add(self, generator: torch.Generator, state: torch.Tensor) -> None:
-        """Follow one more generator, which had `state` at the start."""
-        if not any(generator is known for known in self._generators):
-            self._generators.append(generator)
-            self.start = (*self.start, state)
-
-    def mark(self) -> Mark:
-        """The present states. Where nothing was drawn since the last mark, it is that mark: no bytes, same object."""
-        states = [generator.get_state() for generator in self._generators]
-        if len(self._mark) < len(states):  # a generator was found since
-            self._mark = tuple(states)
-            return self._mark
-        same = [torch.equal(new, old) for new, old in zip(states, self._mark, strict=True)]
-        if not all(same):
-            # The clone is for `measure`, which does not see what a generator makes.
-            rows = zip(same, states, self._mark, strict=True)
-            self._mark = tuple(old if equal else new.clone() for equal, new, old in rows)
-        return self._mark
-
-    def restore(self, mark: Mark) -> None:
-        """Put the states back."""
-        for generator, state in zip(self._generators, mark, strict=True):
-            generator.set_state(state)
-        self._mark = mark
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside, anything may be drawn; afterwards the states are what they were."""
-        held = [generator.get_state() for generator in self._generators]
-        try:
-            yield
-        finally:
-            for generator, state in zip(self._generators, held, strict=True):
-                generator.set_state(state)
-
-
-def mark_bytes(mark: Mark, start: Mark) -> int:
-    """Bytes of a snapshot's random states that are not those of the start."""
-    before = {id(state) for state in start}
-    return sum(state.nbytes for state in mark if id(state) not in before)
+from lowtide.torch.state.finding import Finds
+from lowtide.torch.state.generators import Randomness
 
 
 @cache
@@ -184,73 +120,45 @@ class Ambient:
 @contextmanager
 def aside(layers: Sequence[Any]) -> Iterator[None]:
     """Inside, layers run with grad, and random numbers and gradients are put back afterwards."""
-    hidden = Hidden(layers)
+    finds = Finds(layers)
     with (
         torch.enable_grad(),
         Ambient().uncached(),
         recording.recomputing(),
-        Randomness(hidden.generators).aside(),
-        _other_randomness_aside(),
-        _gradients_aside(hidden.modules),
+        Randomness(finds.generators).aside(),
+        gradients_aside([parameter for module in finds.modules for parameter in module.parameters()]),
     ):
         yield
 
 
 @contextmanager
-def _gradients_aside(modules: list[nn.Module]) -> Iterator[None]:
-    """Inside, parameters have no gradient yet; afterwards they have the one they had."""
-    held = [(parameter, parameter.grad) for module in modules for parameter in module.parameters(recurse=False)]
-    for parameter, _ in held:
-        parameter.grad = None
+def gradients_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, leaves have no gradient yet; afterwards they have the one they had."""
+    held = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor, _ in held:
+        tensor.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in held:
-            parameter.grad = gradient
-
-
-@contextmanager
-def _other_randomness_aside() -> Iterator[None]:
-    """Inside, anything may be drawn from the generators of Python and numpy; afterwards they are where they were."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  (what layers use)
-    try:
-        yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
+        for tensor, gradient in held:
+            tensor.grad = gradient
 
 
 class RandomStates:
-    """Where the generators of torch, Python and numpy are, and those of modules, to start again from there."""
+    """Where the generators of torch, Python and numpy are, and those of layers, to start again from there."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
-        self._of_torch = Randomness(Hidden(layers).generators)
-        self._of_python, self._of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  (what layers use)
-        found = [
-            value
-            for layer in layers
-            if isinstance(layer, nn.Module)
-            for module in layer.modules()
-            for value in vars(module).values()
-        ]
-        self._pythons = [(value, value.getstate()) for value in found if isinstance(value, random.Random)]
-        self._numpys = [(v, v.bit_generator.state) for v in found if isinstance(v, np.random.Generator)]
+        self._randomness = Randomness(Finds(layers).generators)
 
     def seeded(self, seed: int) -> RandomStates:
-        """Other states, for this seed; those of modules are the same."""
+        """Other states, for this seed; those of layers are the same."""
         self.restore()
         torch.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002
+        np.random.seed(seed)  # noqa: NPY002  (what layers use)
         return RandomStates(self._layers)
 
     def restore(self) -> None:
         """Put them back."""
-        self._of_torch.restore(self._of_torch.start)
-        random.setstate(self._of_python)
-        np.random.set_state(self._of_numpy)  # noqa: NPY002
-        for own, state in self._pythons:
-            own.setstate(state)
-        for generator, of_bits in self._numpys:
-            generator.bit_generator.state = of_bits
+        self._randomness.restore(self._randomness.start)

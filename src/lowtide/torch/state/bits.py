@@ -1,7 +1,4 @@
-"""Tensors compared bit by bit, so that NaN equals itself and -0.0 does not equal 0.0.
-
-And the states and outputs of a loop's reruns compared with those of first runs, of which checksums are kept.
-"""
+"""Tensors compared bit by bit, so that NaN equals itself and -0.0 does not equal 0.0."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import zlib
 from typing import Any
 
 import torch
-
-from lowtide.errors import CheckpointError
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDE = frozenset({torch.float64, torch.complex128})
@@ -70,37 +65,3 @@ def fingerprint(tensor: torch.Tensor) -> int:
         plain = plain.to_dense()
     array: Any = words(plain.cpu()).contiguous().numpy()
     return zlib.crc32(array) << 32 | zlib.adler32(array)
-
-
-class Repeats:
-    """Checksums by the number of steps that led to a state.
-
-    Taken where snapshots are; with `always`, after every step.
-    """
-
-    def __init__(self, always: bool, never: bool) -> None:
-        self.always = always
-        self._never = never
-        self._sums: dict[int, list[int]] = {}
-
-    def note(self, step: int, leaves: list[Any], *, first: bool) -> None:
-        """Take the state after `step` steps and the last one's output; compare it unless this is the first run."""
-        if self._never:
-            return
-        sums: list[int] = []
-        known: dict[tuple[int, torch.Size], int] = {}  # an output that is part of the state is summed once
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                key = (leaf.data_ptr(), leaf.shape)
-                if key not in known:
-                    known[key] = checksum(leaf)
-                sums.append(known[key])
-        if first:
-            self._sums[step] = sums
-        elif self._sums.get(step, sums) != sums:
-            raise CheckpointError(
-                f"run again, step {step - 1:,} or one before it gave other values than at first: something it uses "
-                "does not repeat. Draw random numbers with torch (or name the generator: generators=(g,)), keep state "
-                "in the carry or in a module, and change nothing between forward and backward; check_rerun=True "
-                "finds the first such step. If it picks other kernels without grad, pass advance_with_grad=True"
-            )

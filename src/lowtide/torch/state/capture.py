@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.memory.tracker import tensors_of
+from lowtide.torch.state.generators import state_of
 
 # --- tensors, and where their gradients arrive
 
@@ -146,15 +147,15 @@ def pulled(
 # --- the first step: what it is seen to use
 
 # What a step can only do with grad, so that it must have it also where no tape is kept.
-_NEEDING_GRAD = frozenset(
-    {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook}
-)
+_BACKWARDS = frozenset({torch.autograd.backward, torch.Tensor.backward})
+_NEEDING_GRAD = frozenset({torch.autograd.grad, torch.Tensor.register_hook}) | _BACKWARDS
 
 
 class Watch(TorchFunctionMode):
     """Sees what a step hands to torch's functions: generators, and tensors that were there before it began.
 
-    `needs_grad` tells whether it differentiated something or registered a hook.
+    `needs_grad` tells whether it differentiated something or registered a hook; `graded` has the leaves whose gradients
+    it added to, by a backward of its own.
     """
 
     def __init__(self) -> None:
@@ -162,14 +163,19 @@ class Watch(TorchFunctionMode):
         self.since = now()
         self.needs_grad = False
         self.tensors: dict[int, torch.Tensor] = {}
+        self.graded: dict[int, torch.Tensor] = {}
         # With the state that each had when it was first met.
-        self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self.generators: dict[int, tuple[torch.Generator, Any]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         self.needs_grad |= func in _NEEDING_GRAD
+        if func in _BACKWARDS:
+            roots = {edge_of(tensor) for tensor in tensors_of(args[0]) if tensor.requires_grad}
+            leaves = (getattr(edge.node, "variable", None) for edge in strangers(roots, set(), 0))
+            self.graded.update({id(leaf): leaf for leaf in leaves if leaf is not None})
         for value in (*args, *kwargs.values()):
             for item in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(item, torch.Tensor):
@@ -177,7 +183,7 @@ class Watch(TorchFunctionMode):
                     if node is not None and node._sequence_nr() < self.since:
                         self.tensors[id(item)] = item
                 elif isinstance(item, torch.Generator) and id(item) not in self.generators:
-                    self.generators[id(item)] = (item, item.get_state())
+                    self.generators[id(item)] = (item, state_of(item))
         return func(*args, **kwargs)
 
 
@@ -208,8 +214,11 @@ class Captured:
             self.tensors.append(tensor)
             self.names.append(name)
 
-    def learn(self, roots: list[GradientEdge], given: set[GradientEdge], watch: Watch) -> None:
-        """Capture what the first step's graph reaches beside what it was given, or say what cannot be captured."""
+    def learn(self, roots: list[GradientEdge], given: set[GradientEdge], watch: Watch, names: dict[int, str]) -> None:
+        """Capture what the first step's graph reaches beside what it was given, or say what cannot be captured.
+
+        `names` are those under which the step holds tensors, by identity.
+        """
         candidates = {edge_of(tensor): tensor for tensor in watch.tensors.values()}
         for edge in strangers(roots, given.union(self.edges), watch.since):
             tensor = candidates.get(edge, getattr(edge.node, "variable", None))
@@ -218,7 +227,8 @@ class Captured:
                     f"the step uses a tensor computed before the loop (by {edge.node.name()}) that reaches it out of "
                     "sight, through a custom autograd Function; name it: captures=(tensor,)"
                 )
-            self.add(tensor, f"a tensor of shape {tuple(tensor.shape)} that the step closes over")
+            unnamed = f"a tensor of shape {tuple(tensor.shape)} that the step closes over"
+            self.add(tensor, names.get(id(tensor), unnamed))
 
     def settle(self) -> None:
         """No more captures."""

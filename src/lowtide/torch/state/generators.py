@@ -17,10 +17,14 @@ import random
 import struct
 import sys
 import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+
+from lowtide.errors import InputError
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 
@@ -53,6 +57,7 @@ class _TorchSource:
 
     def write(self, state: bytes) -> None:
         with self._one_at_a_time:
+            # Made of bytes, so that nobody who counts tensors takes it for one of the function\'s.
             self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
@@ -174,11 +179,16 @@ def _source_of(generator: Any) -> _Source:
     return _PythonSource(generator) if isinstance(generator, random.Random) else _NumpySource(generator)
 
 
+def state_of(generator: Any) -> Any:
+    """The present state of a generator, as `Randomness` keeps it."""
+    return _source_of(generator).read()
+
+
 # A generator, and a state of it.
 _Mark = tuple[_Source, Any]
 
-# The latest states of the shared ones; calls that find the same have this very list. Not an attribute of a class: Python
-# tells threads that read one of its new value only after it has let the old one go.
+# The latest states of the shared ones; calls that find the same have this very list. Not an attribute of a class:
+# Python tells threads that read one of its new value only after it has let the old one go.
 _latest: list[_Mark] = []
 
 
@@ -227,3 +237,71 @@ class _StartingThere:
         for (source, state), held in zip(self._marks, self._held, strict=True):
             if held is not state or source.read(state) is not state:
                 source.write(held)
+
+
+# --- the steps of a loop, or runs for the sake of measuring: states along the way
+
+Mark = tuple[Any, ...]  # a state of each generator
+
+
+class Randomness:
+    """The generators that everybody shares and some others, which can be put where they were at any mark."""
+
+    __slots__ = ("_mark", "_seen", "_sources", "start")
+
+    def __init__(self, generators: Iterable[Any] = ()) -> None:
+        self._sources: list[_Source] = list(_shared())
+        self._seen: set[int] = {id(torch.default_generator), id(random.random.__self__)}  # type: ignore[attr-defined]
+        self._mark: Mark = (None,) * len(self._sources)
+        for generator in generators:
+            if not isinstance(generator, KINDS):
+                raise InputError(
+                    f"generators= has a {type(generator).__name__}; give generators of torch, numpy or Python, such as "
+                    "torch.Generator()"
+                )
+            if id(generator) not in self._seen:
+                self._seen.add(id(generator))
+                self._sources.append(_source_of(generator))
+                self._mark = (*self._mark, None)
+        self.start = self.mark()
+
+    def add(self, generator: Any, state: Any) -> None:
+        """Follow one more generator, which had `state` at the start."""
+        if id(generator) not in self._seen:
+            self._seen.add(id(generator))
+            self._sources.append(_source_of(generator))
+            self.start, self._mark = (*self.start, state), (*self._mark, None)
+
+    def mark(self) -> Mark:
+        """The present states. Where nothing was drawn since the last mark, it is that mark: no bytes, same object."""
+        states = [source.read(known) for source, known in zip(self._sources, self._mark, strict=True)]
+        if any(new is not old for new, old in zip(states, self._mark, strict=True)):
+            self._mark = tuple(states)
+        return self._mark
+
+    def restore(self, mark: Mark) -> None:
+        """Put the states back."""
+        for source, state in zip(self._sources, mark, strict=False):  # one that was found later stays where it is
+            if source.read(state) is not state:
+                source.write(state)
+        self._mark = (*mark, *self._mark[len(mark) :])
+
+    def is_at(self, mark: Mark) -> bool:
+        """Whether the generators are at a mark."""
+        return all(source.read(state) is state for source, state in zip(self._sources, mark, strict=False))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, anything may be drawn; afterwards the states are what they were."""
+        held = [(source, source.read()) for source in self._sources]
+        try:
+            yield
+        finally:
+            for source, state in held:
+                source.write(state)
+
+
+def mark_bytes(mark: Mark, start: Mark) -> int:
+    """Bytes of a snapshot's random states that are not those of the start."""
+    before = {id(state) for state in start}
+    return sum(len(state) for state in mark if isinstance(state, bytes) and id(state) not in before)

@@ -1,30 +1,26 @@
-"""Hidden state: what a step keeps outside its arguments, found, carried along, restored for reruns.
+"""Hidden state: what the steps of a loop keep in their modules, found, carried along, restored for reruns.
 
-It is in slots: attributes and buffers of modules, attributes of objects of the user's own, variables that a function
-closes over. They are looked for in whatever the step function can reach; modules that it calls in other ways are met
-when they are called.
+It is in slots: the attributes and buffers of every module that takes part, parameters without grad, and the numbers and
+tensors of an object whose method is the step. Before the first step every slot is recorded. Whatever has changed when
+one looks again (after each of the first steps, then wherever a snapshot is taken or a tape begins) is carried from then
+on: read into snapshots, written for reruns. A slot may begin to change at any step: snapshots before that get the value
+that it had from the start. Values are structures, because the first step may find None, 0.0, an empty tensor or an empty
+list where later ones find a state.
 
-Before the first step every slot is recorded; whatever has changed after the probe steps is carried: read into
-snapshots, written back for reruns. A value is an opaque nested value, because the first step may find None, 0.0 or an
-empty tensor where later ones find a state. Changes are found by comparing values, not only versions: BatchNorm's
-statistics change without one.
-
-In a module every change counts, of Python numbers too. Outside modules only tensors that take the place of others
-count: a counter or a list that grows is the user's business.
+Changes are found by comparing values, not only versions: BatchNorm's statistics change without one. Reruns work on
+copies: the user's containers and objects are only touched by the first runs, as in a plain loop.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from threading import get_ident
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
@@ -33,95 +29,134 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.state.bits import checksum, same_bits
 from lowtide.torch.state.capture import edge_of
-from lowtide.torch.state.reach import MISSING, MODULE_INTERNALS, Entry, Finds, FoundModule, FoundObject, Slot, Variable
-from lowtide.torch.state.stand_in import StandIn
-from lowtide.torch.state.trees import FormError, Opaque, TreeForm, form_of
+from lowtide.torch.state.finding import Finds
+from lowtide.torch.state.notes import SMALL
+from lowtide.torch.state.structure import ATOMS, Structure, replaced, tensors_in
 
-# Leaves whose contents a step may change without assigning anything.
-_MUTABLE = (np.ndarray, set)
-# A container with more entries than this is data, not state.
-_MOST_ENTRIES = 1000
+MISSING: Any = object()
+# Attributes that every module has, and which are torch's.
+MODULE_INTERNALS = frozenset(nn.Module().__dict__)
+_NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
-class _Slots:
-    """All slots found so far. `met` is called with each new one before any step has run that could change it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """One entry of a dictionary: a module's attributes, buffers or parameters, or an object's attributes."""
 
-    def __init__(self, roots: Iterable[Any], met: Callable[[Slot], None]) -> None:
-        self._met = met
-        self._known: set[tuple[int, str]] = set()
-        self._owners: list[tuple[dict[str, Any], str, bool]] = []
-        self._modules: dict[int, nn.Module] = {}
-        self.parameters: dict[int, str] = {}
-        finds = Finds(roots)
-        self.tensors = finds.tensors
-        # numpy's and Python's generators are the user's own business in a loop.
-        self.generators = [found for found in finds.generators if isinstance(found, torch.Generator)]
-        for holder in finds.holders:
-            match holder:
-                case FoundModule(module, label):
-                    self._see_module(module, label)
-                case FoundObject(thing, label):
-                    if type(thing).__dictoffset__:
-                        self._see_mapping(vars(thing), label, in_module=False)
-                case Variable():
-                    met(holder)
+    mapping: dict[str, Any]
+    key: str
+    label: str
 
-    def modules(self) -> list[nn.Module]:
-        """Every module that takes part."""
-        return list(self._modules.values())
+    def get(self) -> Any:
+        """The value, or MISSING."""
+        return self.mapping.get(self.key, MISSING)
 
-    def new_entries(self) -> Iterator[Slot]:
-        """Slots of known owners that have come up since the last time; `met` is not called with them."""
-        for mapping, path, in_module in self._owners:
-            for key in list(mapping):
-                if key not in MODULE_INTERNALS and (id(mapping), key) not in self._known:
-                    self._known.add((id(mapping), key))
-                    yield Entry(mapping, key, f"{path}.{key}", in_module)
+    def set(self, value: Any) -> None:
+        """Put a value there; MISSING removes what is there."""
+        if value is MISSING:
+            self.mapping.pop(self.key, None)
+        else:
+            self.mapping[self.key] = value
 
-    @contextmanager
-    def meeting_modules(self) -> Iterator[None]:
-        """Inside, every module that is called for the first time is met before it runs."""
-        thread = get_ident()
 
-        def meet(module: nn.Module, _: Any) -> None:
-            if get_ident() == thread and id(module) not in self._modules:
-                self._see_module(module, type(module).__name__)
+class _Record:
+    """The values of some slots before the first step, and copies of their tensors, which may be changed in place."""
 
-        handle = register_module_forward_pre_hook(meet)
-        try:
-            yield
-        finally:
-            handle.remove()
+    __slots__ = ("_rows", "_structure", "_sums", "copies", "origins", "slots", "tensors", "values", "versions")
 
-    def _see_module(self, module: nn.Module, label: str) -> None:
-        """A module takes part, and so does all that is inside it."""
-        for path, child in module.named_modules(prefix=label):
-            if id(child) in self._modules:
-                continue
-            self._modules[id(child)] = child
-            if isinstance(child, torch.jit.ScriptModule):  # has no dictionaries of Python's
-                continue
-            self._see_mapping(child._buffers, path, in_module=True)
-            self._see_mapping(vars(child), path, in_module=True)
-            self.generators += [value for value in vars(child).values() if isinstance(value, torch.Generator)]
-            for name, parameter in child.named_parameters(recurse=False):
-                self.parameters.setdefault(id(parameter), f"{path}.{name}")
+    def __init__(self, slots: list[_Slot]) -> None:
+        self.slots = slots
+        self.values = [slot.get() for slot in slots]
+        rows = [place for place, value in enumerate(self.values) if type(value) not in ATOMS and value is not MISSING]
+        self._rows = {place: row for row, place in enumerate(rows)}  # what is more than a number is in a structure
+        self.tensors: list[torch.Tensor] = []
+        self._structure = Structure([self.values[place] for place in rows], self.tensors)
+        self.versions = _versions(self.tensors)
+        self.copies = [_copied(tensor) if _is_readable(tensor) else None for tensor in self.tensors]
+        self._sums = [0] * len(self.tensors)  # of those whose copies were let go
+        # Tensors with a history: where it ends, and a tensor that still has it when the step has changed this one.
+        self.origins = [(edge_of(t), t.clone()) if _has_history(t) else None for t in self.tensors]
 
-    def _see_mapping(self, mapping: dict[str, Any], path: str, in_module: bool) -> None:
-        self._owners.append((mapping, path, in_module))
-        for key in mapping:
-            if key not in MODULE_INTERNALS and (id(mapping), key) not in self._known:
-                self._known.add((id(mapping), key))
-                self._met(Entry(mapping, key, f"{path}.{key}", in_module))
+    def numbers(self, place: int) -> range:
+        """The numbers of the tensors of the slot at a place."""
+        row = self._rows.get(place)
+        if row is None:
+            return range(0)
+        ends = self._structure.ends
+        return range(ends[row - 1] if row else 0, ends[row])
+
+    def settle(self, carried: set[int]) -> None:
+        """Keep copies of large tensors only for the slots at these places; of the others, checksums."""
+        for place in set(self._rows) - carried:
+            for number in self.numbers(place):
+                copy = self.copies[number]
+                if copy is not None and copy.nbytes > SMALL:
+                    self._sums[number], self.copies[number] = checksum(copy), None
+
+    def is_changed_in_place(self, place: int) -> bool:
+        """Whether tensors of the slot were written to since."""
+        return any(map(self._has_other_contents, self.numbers(place)))
+
+    def _has_other_contents(self, number: int) -> bool:
+        tensor, copy = self.tensors[number], self.copies[number]
+        if _version(tensor) != self.versions[number]:
+            return True
+        if copy is not None:
+            return not same_bits(tensor, copy)
+        return bool(self._sums[number]) and checksum(tensor) != self._sums[number]
+
+    def replaced(self) -> list[int]:
+        """The places of slots that have another value than the one recorded, or other things in it."""
+        now = [slot.get() for slot in self.slots]
+        tensors: list[torch.Tensor] = []
+        present = Structure([now[place] for place in self._rows], tensors)
+        ends = (0, *present.ends)
+        return [
+            place
+            for place, (value, then) in enumerate(zip(now, self.values, strict=True))
+            if (
+                not self._is_same_row(place, present, tensors[ends[row] : ends[row + 1]])
+                if (row := self._rows.get(place)) is not None
+                else value is not then and not (type(value) is type(then) and type(value) in _NUMBERS and value == then)
+            )
+        ]
+
+    def _is_same_row(self, place: int, present: Structure, tensors: list[torch.Tensor]) -> bool:
+        mine, row = [self.tensors[number] for number in self.numbers(place)], self._rows[place]
+        same = len(mine) == len(tensors) and all(a is b for a, b in zip(mine, tensors, strict=True))
+        return same and self._structure.is_like(row, present, row)
+
+    def value(self, place: int) -> _Value:
+        """A slot's value, as a snapshot holds it."""
+        if place not in self._rows:
+            return _Value(Structure([self.values[place]], []), [0], [], [])
+        tensors = [copy if copy is not None else t for t, copy in zip(self.tensors, self.copies, strict=True)]
+        return _Value(self._structure, [self._rows[place]], tensors, _versions(tensors))
+
+    def put_back(self) -> None:
+        """Make every slot as it was, in the very same objects."""
+        for number, (tensor, copy) in enumerate(zip(self.tensors, self.copies, strict=True)):
+            if copy is not None and self._has_other_contents(number):
+                tensor.data.copy_(copy)
+        if changed := self.replaced():
+            self._structure.put_back(self.tensors)
+        for place in changed:
+            self.slots[place].set(self.values[place])
 
 
 @dataclass(slots=True)
 class _Value:
-    """A slot's value in a snapshot, with the versions that its tensors had."""
+    """Values of some slots in a snapshot: places in a structure, its tensors, and the versions that they had."""
 
-    form: TreeForm
-    leaves: list[Any]
+    structure: Structure
+    places: list[int]
+    tensors: list[torch.Tensor]
     versions: list[int]
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The tensors at the places."""
+        ends = self.structure.ends
+        return [t for place in self.places for t in self.tensors[ends[place - 1] if place else 0 : ends[place]]]
 
 
 @dataclass(slots=True)
@@ -130,104 +165,23 @@ class HiddenState:
 
     values: list[_Value] = field(default_factory=list)
 
-    def leaves(self) -> list[Any]:
-        """All leaves in a row."""
-        return [leaf for value in self.values for leaf in value.leaves]
+    def leaves(self) -> list[torch.Tensor]:
+        """All tensors in a row."""
+        return [leaf for value in self.values for leaf in value.leaves()]
 
-
-class _Record:
-    """A slot's value at some moment, so that a change can be seen and undone."""
-
-    __slots__ = ("copies", "form", "leaves", "origins", "value", "versions")
-
-    def __init__(self, value: Any, in_module: bool) -> None:
-        self.value = value
-        self.form, self.leaves = _opened(value)
-        self.versions = _versions(self.leaves)
-        # What a closure holds may be a whole data set: it is never copied, and changing it in place is refused.
-        self.copies = [_copied(leaf) for leaf in self.leaves] if in_module else self.leaves
-        # Tensors with a history: where it ends, and a tensor that still has it when the step has changed this one.
-        self.origins = [
-            (edge_of(leaf), leaf.view_as(leaf) if leaf is copy else leaf.clone())
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)
-            else None
-            for leaf, copy in zip(self.leaves, self.copies, strict=True)
-        ]
-
-    def in_place(self) -> bool:
-        """Whether a tensor of it has been changed in place since."""
-        rows = zip(self.leaves, self.versions, self.copies, strict=True)
-        return any(
-            leaf._version != version or (leaf is not copy and not same_bits(leaf, copy))
-            for leaf, version, copy in rows
-            if isinstance(leaf, torch.Tensor)
-        )
-
-    def differs(self, value: Any) -> bool:
-        """Whether `value` is another one."""
-        if isinstance(self.form, Opaque) or value is MISSING:
-            return value is not self.value
-        try:
-            leaves = self.form.flatten(value)
-        except FormError:
-            return True
-        rows = zip(leaves, self.leaves, self.copies, strict=True)
-        return not all(
-            _same(new, copy) if isinstance(new, _MUTABLE) else new is old or _same(new, copy) for new, old, copy in rows
-        )
-
-    def snapshot(self) -> _Value:
-        """The recorded value, as a snapshot holds it."""
-        return _Value(self.form, list(self.copies), _versions(self.copies))
-
-    def undo(self, slot: Slot) -> None:
-        """Put everything back as it was recorded, into the very same objects."""
-        with torch.no_grad():
-            for leaf, copy in zip(self.leaves, self.copies, strict=True):
-                if isinstance(leaf, torch.Tensor) and leaf is not copy and not same_bits(leaf, copy):
-                    leaf.detach().copy_(copy)
-                elif isinstance(leaf, np.ndarray):
-                    leaf[...] = copy
-                elif isinstance(leaf, set):
-                    leaf.clear()
-                    leaf.update(copy)
-        _refill(self.value, self.form.unflatten(self.leaves))
-        slot.set(self.value)
+    @property
+    def count(self) -> int:
+        """How many slots it has values of."""
+        return sum(len(value.places) for value in self.values)
 
 
 @dataclass(slots=True, eq=False)
 class _Carried:
-    slot: Slot
-    in_place: bool
-    start: _Record | None  # before the first step
-    latest: _Record | None  # after the latest probe step
-
-
-@dataclass(slots=True, eq=False)
-class _Steady:
-    """A slot that the probe steps left alone."""
-
-    slot: Slot
-    value: Any
-    form: TreeForm
-    leaves: list[Any]
-    digest: list[Any]
-
-    def is_as_it_was(self) -> bool:
-        """Whether it still holds the same."""
-        now, value = self.slot.get(), self.value
-        if not self.slot.in_module:
-            # The user's own variable, which is not state: only a tensor that is now another one, or changed, matters.
-            return not isinstance(value, torch.Tensor) or (now is value and now._version == self.digest[0][0])
-        if isinstance(value, torch.Tensor) and now is not value:
-            return False
-        leaves = _opened(now)[1]
-        return len(leaves) == len(self.digest) and all(
-            (leaf._version, checksum(leaf)) == old
-            if isinstance(leaf, torch.Tensor)
-            else leaf is old or _same(leaf, old)
-            for leaf, old in zip(leaves, self.digest, strict=True)
-        )
+    slot: _Slot
+    in_place: bool  # whether steps change its tensors in place
+    record: _Record  # of before the first step
+    place: int  # in that record
+    latest: list[tuple[weakref.ref[torch.Tensor], int]]  # its tensors after the latest look, with their versions
 
 
 class Hidden:
@@ -237,137 +191,218 @@ class Hidden:
     """
 
     def __init__(self, roots: Iterable[Any], named: Iterable[str] = ()) -> None:
-        self._records: dict[Slot, _Record] = {}
+        self.finds = Finds(roots)
+        self.generators = list(self.finds.generators)
+        self.parameters: dict[int, str] = {}  # names of the parameters of all modules that take part, by identity
         self._named = tuple(named)
-        self._steady: list[_Steady] = []
+        self._records: list[_Record] = []
         self._carried: list[_Carried] = []
+        self._modules: dict[int, nn.Module] = {}
+        self._owners: list[tuple[dict[str, Any], str]] = []
+        self._known: set[tuple[int, str]] = set()
         self._training: list[tuple[nn.Module, bool]] = []  # the mode that each module ran in
-        self._slots = _Slots(roots, self._meet)
-
-    def _meet(self, slot: Slot) -> None:
-        self._records[slot] = _Record(slot.get(), slot.in_module)
+        self._settled = False
+        labels = self.finds.labels
+        slots: list[_Slot] = []
+        for module in self.finds.modules:
+            slots += self._slots_of(module, labels.get(id(module), type(module).__name__))
+        for thing in self.finds.objects:
+            slots += self._slots_of_object(thing)
+        self._record(slots)
 
     # --- finding
 
     @property
-    def parameters(self) -> dict[int, str]:
-        """Names of the parameters of all modules that take part, by identity."""
-        return self._slots.parameters
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Tensors that the step refers to."""
-        return self._slots.tensors
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Random generators that the step refers to."""
-        return self._slots.generators
-
-    @property
     def modules(self) -> list[nn.Module]:
         """Every module that takes part."""
-        return self._slots.modules()
+        return list(self._modules.values())
 
-    def meeting_modules(self) -> AbstractContextManager[None]:
-        """Inside, every module that is called for the first time is recorded before it runs."""
-        return self._slots.meeting_modules()
+    def _record(self, slots: list[_Slot]) -> None:
+        if slots:
+            self._records.append(_Record(slots))
 
-    def probe(self, earlier: list[HiddenState]) -> None:
-        """After a probe step: carry what has changed; `earlier` states get the values it had until now."""
-        for slot in self._slots.new_entries():
-            self._records[slot] = _Record(MISSING, slot.in_module)
-        carried = {entry.slot for entry in self._carried}
-        for entry in self._carried:
-            entry.in_place |= entry.latest is not None and entry.latest.in_place()
-            entry.latest = _Record(entry.slot.get(), in_module=True)
-        for slot, record in self._records.items():
-            if slot in carried:
+    def _slots_of(self, root: nn.Module, label: str) -> Iterator[_Slot]:
+        """The slots of a module and of all modules inside it."""
+        for path, module in root.named_modules(prefix=label):
+            if id(module) in self._modules:
                 continue
-            value, in_place = slot.get(), record.in_place()
-            if in_place and not slot.in_module:
+            self._modules[id(module)] = module
+            for name, parameter in module.named_parameters(recurse=False):
+                self.parameters.setdefault(id(parameter), f"{path}.{name}")
+            # A scripted module has no dictionaries of Python's.
+            if not isinstance(module, torch.jit.ScriptModule):
+                for mapping in (module._buffers, vars(module)):
+                    yield from self._entries(mapping, path, list(mapping))
+                    self._owners.append((mapping, path))
+                frozen = [name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
+                yield from self._entries(module._parameters, path, frozen)
+
+    def _slots_of_object(self, thing: Any) -> list[_Slot]:
+        """Numbers and tensors of an object whose method is called; its containers are the user's."""
+        attributes = getattr(thing, "__dict__", {})
+        names = [name for name, v in attributes.items() if type(v) in _NUMBERS or isinstance(v, torch.Tensor)]
+        return list(self._entries(attributes, type(thing).__name__, names))
+
+    def _entries(self, mapping: dict[str, Any], path: str, names: list[str]) -> Iterator[_Slot]:
+        for name in names:
+            if name not in MODULE_INTERNALS and (id(mapping), name) not in self._known:
+                self._known.add((id(mapping), name))
+                yield _Slot(mapping, name, f"{path}.{name}")
+
+    @contextmanager
+    def meeting_modules(self) -> Iterator[None]:
+        """Inside, every module that is called for the first time is recorded before it runs."""
+        thread = get_ident()
+
+        def meet(module: nn.Module, _: Any) -> None:
+            if get_ident() == thread and id(module) not in self._modules:
+                self._record(list(self._slots_of(module, type(module).__name__)))
+
+        handle = register_module_forward_pre_hook(meet)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _find_new(self) -> None:
+        """Record attributes that have come up since: before, they were missing."""
+        for mapping, path in self._owners:
+            if len(mapping) and any((id(mapping), name) not in self._known for name in mapping):
+                new = [s for s in self._entries(mapping, path, list(mapping)) if s.key not in MODULE_INTERNALS]
+                values = [slot.get() for slot in new]
+                for slot in new:
+                    slot.set(MISSING)
+                self._record(new)
+                for slot, value in zip(new, values, strict=True):
+                    slot.set(value)
+
+    def look(self) -> bool:
+        """Carry whatever has changed; returns whether anything new is carried now."""
+        self._find_new()
+        for entry in self._carried:
+            alive = ((tensor, version) for found, version in entry.latest if (tensor := found()) is not None)
+            entry.in_place |= any(_version(tensor) != version for tensor, version in alive)
+        carried = {(id(entry.record), entry.place) for entry in self._carried}
+        before = len(self._carried)
+        for record in self._records:
+            replaced = set(record.replaced())
+            for place, slot in enumerate(record.slots):
+                if (id(record), place) not in carried:
+                    in_place = record.is_changed_in_place(place)
+                    wanted = not self._settled and any(_is_called(slot.label, name) for name in self._named)
+                    if in_place or wanted or place in replaced:
+                        self._carry(slot, record, place, in_place=in_place or wanted)
+        for entry in self._carried:
+            entry.latest = _with_versions(entry.slot.get())
+        return len(self._carried) > before
+
+    def _carry(self, slot: _Slot, record: _Record, place: int, *, in_place: bool) -> None:
+        numbers = record.numbers(place)
+        if self._settled:
+            if in_place and any(record.copies[number] is None for number in numbers):
                 raise CheckpointError(
-                    f"the step changes {slot.label} in place, which is outside its arguments and its modules; assign "
-                    "a new tensor instead, or pass it as part of the carry"
+                    f"{slot.label} is changed in place at a later step but not at the first ones, and it is too large "
+                    f"to be copied just in case; name it: hidden=({slot.label!r},)"
                 )
-            wanted = any(slot.label == name or slot.label.endswith(f".{name}") for name in self._named)
-            differs = record.differs(value)
-            if differs and not slot.in_module and not _counts(slot, record, value) and _leaks(record, value):
+            if any(record.origins[number] is not None for number in numbers):
                 raise CheckpointError(
-                    f"the step puts tensors with a gradient into {slot.label}, through which it would be lost; return "
-                    "them as outputs instead, or put them there detached"
+                    f"{slot.label}, which has a gradient from before the loop, is replaced at a later step but not at "
+                    f"the first ones; name it: hidden=({slot.label!r},)"
                 )
-            if wanted or in_place or (differs and _counts(slot, record, value)):
-                mutable = any(isinstance(leaf, _MUTABLE) for leaf in _opened(value)[1])
-                kept = _Record(value, in_module=True)
-                self._carried.append(_Carried(slot, in_place or wanted or mutable, record, kept))
-                for state in earlier:
-                    state.values.append(record.snapshot())
+        self._carried.append(_Carried(slot, in_place, record, place, []))
+
+    def complete(self, state: HiddenState) -> HiddenState:
+        """Give a state the values that slots carried only since then had at that time: those of the start."""
+        for entry in self._carried[state.count :]:
+            state.values.append(entry.record.value(entry.place))
+        return state
 
     def origins(self) -> list[tuple[GradientEdge, torch.Tensor] | None]:
         """For each leaf of the carried slots before the first step, where its history ends and a tensor that has it."""
-        return [origin for entry in self._carried if entry.start is not None for origin in entry.start.origins]
+        return [entry.record.origins[number] for entry in self._carried for number in entry.record.numbers(entry.place)]
 
     def settle(self) -> None:
-        """The probe steps are over: of what is not carried, checksums are enough from here on."""
-        carried = {entry.slot for entry in self._carried}
-        labels = [slot.label for slot in self._records]
+        """The first steps are over: of what is not carried and large, checksums are enough from here on."""
+        labels = [slot.label for record in self._records for slot in record.slots]
         for name in self._named:
-            if not any(label == name or label.endswith(f".{name}") for label in labels):
+            if not any(_is_called(label, name) for label in labels):
                 raise InputError(f"hidden={name!r} is not among what the step keeps: {', '.join(labels) or 'nothing'}")
-        self._steady = [
-            _Steady(slot, record.value, record.form, record.leaves, _digest(record.leaves, slot.in_module))
-            for slot, record in self._records.items()
-            if slot not in carried
-        ]
-        self._records = {slot: record for slot, record in self._records.items() if slot in carried}
-        for entry in self._carried:
-            entry.latest = None
+        for record in self._records:
+            record.settle({entry.place for entry in self._carried if entry.record is record})
         self._training = [(module, module.training) for module in self.modules]
+        self._settled = True
 
-    def strays(self) -> list[str]:
-        """Names of slots that have changed since `settle` without being carried."""
-        new = self._slots.new_entries()
-        self._steady += [_Steady(slot, MISSING, Opaque(), [MISSING], [MISSING]) for slot in new]
-        return [steady.slot.label for steady in self._steady if not steady.is_as_it_was()]
+    def may_collect(self) -> bool:
+        """Whether there are containers that steps have left alone so far and may put tensors into later."""
+        carried = {(id(entry.record), entry.place) for entry in self._carried}
+        return any(
+            isinstance(value, list | dict | deque) and not value and (id(record), place) not in carried
+            for record in self._records
+            for place, value in enumerate(record.values)
+        )
+
+    def copied_bytes(self) -> int:
+        """Bytes of copies that are kept in case a slot begins to change."""
+        carried = {(id(entry.record), n) for entry in self._carried for n in entry.record.numbers(entry.place)}
+        return sum(
+            copy.nbytes
+            for record in self._records
+            for number, copy in enumerate(record.copies)
+            if copy is not None and (id(record), number) not in carried
+        )
 
     # --- reading and writing
 
     def read(self, *, copy: bool = False) -> HiddenState:
         """The present values. Tensors that steps change in place are copied, the others only with `copy`."""
-        values = []
-        for entry in self._carried:
-            form, leaves = _opened(entry.slot.get())
+        if not self._carried:
+            return HiddenState()
+        tensors: list[torch.Tensor] = []
+        structure = Structure([entry.slot.get() for entry in self._carried], tensors)
+        structure.forget_originals()
+        start = 0
+        for entry, end in zip(self._carried, structure.ends, strict=True):
             if entry.in_place or copy:
-                leaves = [_copied(leaf) for leaf in leaves]
-            values.append(_Value(form, leaves, _versions(leaves)))
-        return HiddenState(values)
+                tensors[start:end] = [_copied(tensor) for tensor in tensors[start:end]]
+            start = end
+        return HiddenState([_Value(structure, list(range(len(self._carried))), tensors, _versions(tensors))])
 
     def write(self, state: HiddenState) -> None:
         """Put a snapshot's values into the slots, in containers of their own."""
-        for entry, value in zip(self._carried, state.values, strict=True):
-            if _versions(value.leaves) != value.versions:
-                raise CheckpointError(
-                    f"{entry.slot.label} was changed in place at a later step but not at the first ones, so its "
-                    f"snapshots are spoilt; assign a new tensor instead, or name it: hidden=({entry.slot.label!r},)"
-                )
-            leaves = [_copied(leaf) for leaf in value.leaves] if entry.in_place else value.leaves
-            entry.slot.set(value.form.unflatten(leaves))
+        entries = iter(self._carried)
+        for part in self.complete(state).values:
+            mine = [next(entries) for _ in part.places]
+            tensors = list(part.tensors)
+            for entry, place in zip(mine, part.places, strict=True):
+                for number in range(part.structure.ends[place - 1] if place else 0, part.structure.ends[place]):
+                    if _version(tensors[number]) != part.versions[number]:
+                        raise CheckpointError(
+                            f"{entry.slot.label} was changed in place at a later step but not at the first ones, so "
+                            f"its snapshots are spoilt; assign a new tensor instead, or name it: "
+                            f"hidden=({entry.slot.label!r},)"
+                        )
+                    if entry.in_place:
+                        tensors[number] = _copied(tensors[number])
+            for entry, value in zip(mine, part.structure.values(tensors, part.places), strict=True):
+                entry.slot.set(value)
 
-    def leaves(self) -> list[Any]:
-        """The leaves of the present values, uncopied."""
-        return [leaf for entry in self._carried for leaf in _opened(entry.slot.get())[1]]
+    def leaves(self) -> list[torch.Tensor]:
+        """The tensors of the present values, uncopied."""
+        found: list[torch.Tensor] = []
+        seen: set[int] = set()
+        for entry in self._carried:
+            tensors_in(entry.slot.get(), found, seen)
+        return found
 
-    def replace(self, leaves: list[Any]) -> None:
-        """Put these leaves where the present ones are; containers stay the same objects."""
-        rest = iter(leaves)
+    def replace(self, leaves: list[torch.Tensor]) -> None:
+        """Put these tensors where the present ones are; containers stay the same objects."""
+        rest, seen = iter(leaves), set[int]()
         for entry in self._carried:
             value = entry.slot.get()
-            form, old = _opened(value)
-            new = [next(rest) for _ in old]
-            if not all(a is b for a, b in zip(new, old, strict=True)):
-                rebuilt = form.unflatten(new)
-                entry.slot.set(value if _refill(value, rebuilt) else rebuilt)
+            new = replaced(value, rest, seen)
+            if new is not value:
+                entry.slot.set(new)
+            entry.latest = _with_versions(new)
 
     def finish(self, finals: list[Any]) -> None:
         """Leave the final values in the slots: those with a gradient as the loop's results, the others as they are."""
@@ -376,11 +411,18 @@ class Hidden:
 
     def in_place(self) -> list[bool]:
         """For each leaf, whether steps change its slot in place."""
-        return [entry.in_place for entry in self._carried for _ in _opened(entry.slot.get())[1]]
+        return [flag for entry, count in self._counts() for flag in [entry.in_place] * count]
 
     def names(self) -> list[str]:
         """One name for each leaf."""
-        return [name for entry in self._carried for name in _opened(entry.slot.get())[0].names(entry.slot.label)]
+        return [name for entry, count in self._counts() for name in [entry.slot.label] * count]
+
+    def _counts(self) -> Iterator[tuple[_Carried, int]]:
+        seen: set[int] = set()
+        for entry in self._carried:
+            found: list[torch.Tensor] = []
+            tensors_in(entry.slot.get(), found, seen)
+            yield entry, len(found)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -398,100 +440,54 @@ class Hidden:
                 module.training = training
 
     def undo(self) -> None:
-        """Put every recorded slot back as it was before the first step.
-
-        Of slots that are not carried the objects are known by then, not what was changed in place in their tensors.
-        """
-        for slot, record in self._records.items():
-            value = slot.get()
-            if record.in_place() or (record.differs(value) and _counts(slot, record, value)):
-                record.undo(slot)
-        for steady in self._steady:
-            if steady.slot.in_module and not steady.is_as_it_was():
-                _refill(steady.value, steady.form.unflatten(steady.leaves))
-                steady.slot.set(steady.value)
-        for slot in self._slots.new_entries():
-            slot.set(MISSING)
+        """Put every recorded slot back as it was before the first step."""
+        self._find_new()
+        for record in reversed(self._records):
+            record.put_back()
 
     def forget_start(self) -> None:
         """The loop ran through: what was there before the first step is needed no more."""
         self._records.clear()
-        self._steady.clear()
         for entry in self._carried:
-            entry.start = None
+            entry.latest = []
 
 
-def _opened(value: Any) -> tuple[TreeForm, list[Any]]:
-    large = isinstance(value, list | tuple | dict) and len(value) > _MOST_ENTRIES and not _begins_with_tensors(value)
-    form = Opaque() if large or value is MISSING else form_of(value)
-    return form, form.flatten(value)
+def _is_called(label: str, name: str) -> bool:
+    return label == name or label.endswith(f".{name}")
 
 
-def _begins_with_tensors(container: Any) -> bool:
-    entries = container.values() if isinstance(container, dict) else container
-    return any(isinstance(entry, torch.Tensor) for entry in islice(entries, 3))
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has bits that can be compared and copied."""
+    ordinary = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    return ordinary and not tensor.is_nested and not tensor.is_inference() and not _is_trained(tensor)
 
 
-def _versions(leaves: list[Any]) -> list[int]:
-    return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
-        return leaf.detach().clone()
-    return leaf.copy() if isinstance(leaf, _MUTABLE) else leaf
+def _has_history(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and not isinstance(tensor, nn.Parameter)
 
 
-def _same(new: Any, old: Any) -> bool:
-    """Whether a leaf that is another object holds the same value. Tensors never do: they were assigned on purpose."""
-    if isinstance(new, np.ndarray) and isinstance(old, np.ndarray):
-        return bool(np.array_equal(new, old))
-    if isinstance(new, set):
-        return bool(new == old)
-    if isinstance(new, bool | int | float | complex | str | bytes):
-        return type(new) is type(old) and bool(new == old or new != new)
-    return False
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
-def _refill(container: Any, rebuilt: Any) -> bool:
-    """Give a dict, a list or a deque the contents of another and stay the same object; False for anything else."""
-    if isinstance(container, dict):
-        container.clear()
-        container.update(rebuilt)
-        return True
-    if isinstance(container, list):
-        container[:] = rebuilt
-        return True
-    if isinstance(container, deque):
-        container.clear()
-        container.extend(rebuilt)
-        return True
-    return False
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    return [_version(tensor) for tensor in tensors]
 
 
-def _counts(slot: Slot, record: _Record, value: Any) -> bool:
-    """Whether a change is one of state: any in a module; elsewhere tensors that take the place of others."""
-    if slot.in_module:
-        return True
-    leaves = _opened(value)[1]
-    has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
-    return has_tensors and (len(leaves) == len(record.leaves) or record.value is None)
+def _with_versions(value: Any) -> list[tuple[weakref.ref[torch.Tensor], int]]:
+    tensors: list[torch.Tensor] = []
+    tensors_in(value, tensors)
+    return [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
 
 
-def _leaks(record: _Record, value: Any) -> bool:
-    """Whether a variable of the user's own now holds a tensor with a gradient that it did not hold before."""
-    before = {id(leaf) for leaf in record.leaves}
-    return any(
-        isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and id(leaf) not in before
-        for leaf in _opened(value)[1]
-    )
-
-
-def _digest(leaves: list[Any], in_module: bool) -> list[Any]:
-    return [
-        (leaf._version, checksum(leaf) if in_module else 0) if isinstance(leaf, torch.Tensor) else _copied(leaf)
-        for leaf in leaves
-    ]
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return tensor if tensor.requires_grad else nn.Parameter(tensor.detach().clone(), requires_grad=False)
+    return tensor.detach().clone()
 
 
 # --- runs for the sake of measuring, which leave no trace in modules
@@ -518,24 +514,3 @@ def _hooks_of(module: nn.Module) -> Iterator[dict[Any, Any]]:
     for name, value in module.__dict__.items():
         if "_hooks" in name and isinstance(value, dict):
             yield value
-
-
-@contextmanager
-def objects_aside(model: nn.Module) -> Iterator[None]:
-    """Inside, attributes of plain objects that modules have may change; afterwards they are as they were."""
-    held = [
-        (vars(value), dict(vars(value)))
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name not in MODULE_INTERNALS and hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS)
-    ]
-    try:
-        yield
-    finally:
-        for attributes, before in held:
-            attributes.clear()
-            attributes.update(before)
-
-
-# What has attributes, and is not an object that keeps state for a module.
-_NO_OBJECTS = (type, FunctionType, MethodType, ModuleType, torch.Tensor, nn.Module, StandIn)

@@ -19,7 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 Likeness = tuple[torch.Size, torch.dtype, torch.device]
-_PACKAGES = tuple(str(Path(str(package.__file__)).parent) for package in (torch, sys.modules["lowtide"]))
+_OURS = str(Path(str(sys.modules["lowtide"].__file__)).parent)
+_PACKAGES = (str(Path(torch.__file__).parent), _OURS)
 
 
 class Differs(BaseException):
@@ -45,12 +46,14 @@ class Place:
         self.line = ""
         self.module: nn.Module | None = None
         while frame is not None and not (self.line and self.module is not None):
-            code, owner = frame.f_code, frame.f_locals.get("self")
+            code = frame.f_code
             if not self.line and not code.co_filename.startswith(_PACKAGES):
                 text = linecache.getline(code.co_filename, frame.f_lineno).strip()
                 self.line = f"{Path(code.co_filename).name}:{frame.f_lineno}: {text}"
-            if self.module is None and isinstance(owner, nn.Module):
-                self.module = owner
+            # Not of our own frames: a frame keeps the locals that it is asked for, an exception on its way among them.
+            if self.module is None and code.co_varnames[:1] == ("self",) and not code.co_filename.startswith(_OURS):
+                owner = frame.f_locals.get("self")
+                self.module = owner if isinstance(owner, nn.Module) else None
             frame = frame.f_back
 
 

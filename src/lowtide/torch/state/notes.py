@@ -53,6 +53,10 @@ class Note:
     def undo(self, now: Any) -> None:
         """After a rerun: make it as `put_back` found it."""
 
+    def rewritten(self) -> torch.Tensor | None:
+        """A tensor that was written in place since the first run began, so that autograd knows of it."""
+        return None
+
 
 class MappingNote(Note):
     """A dictionary: attributes of an object, or the user's own."""
@@ -77,16 +81,21 @@ class MappingNote(Note):
         now = entries_of(self._owner)
         if same_entries(now, self._before):
             return self._before
-        _fill(self._owner, self._as_before(now, held))
+        _fill(self._owner, self._merged(self._as_before(now, held), now))
         return now
 
     def _as_before(self, now: dict[Any, Any], held: list[torch.Tensor]) -> dict[Any, Any]:
         return {key: _resolved(value, held) for key, value in self._before.items()}
 
+    def _merged(self, noted: dict[Any, Any], present: dict[Any, Any]) -> dict[Any, Any]:
+        """What to put in place of the present entries."""
+        return noted
+
     def undo(self, now: Any) -> None:
         """See `Note`."""
-        if not same_entries(entries_of(self._owner), now):
-            _fill(self._owner, now)
+        present = entries_of(self._owner)
+        if not same_entries(present, now):
+            _fill(self._owner, self._merged(now, present))
 
 
 class ParametersNote(MappingNote):
@@ -149,14 +158,15 @@ class NumbersNote(Note):
 class ModuleNote(MappingNote):
     """A module's attributes, and the dictionaries among them, most of which are empty and stay so."""
 
-    __slots__ = ("_inside",)
+    __slots__ = ("_inside", "_is_managed")
 
     def __init__(self, owner: dict[str, Any], before: dict[str, Any]) -> None:
-        super().__init__(owner, before)
+        self._is_managed = "_is_fsdp_managed_module" in owner
+        super().__init__(owner, _without_fsdps(before) if self._is_managed else before)
         self._inside = {
             name: (ParametersNote if name == "_parameters" else MappingNote)(owner[name])
             for name in _INSIDE
-            if owner[name]
+            if owner[name] and not (name == "_parameters" and self._is_managed)
         }
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
@@ -170,7 +180,7 @@ class ModuleNote(MappingNote):
         inside = [(note, note.put_back(held)) for note in self._inside.values()]
         for name in _INSIDE:
             filled = self._before[name]
-            if filled and name not in self._inside:
+            if filled and name not in self._inside and not (name == "_parameters" and self._is_managed):
                 note = MappingNote(filled, {})
                 inside.append((note, note.put_back(held)))
         return super().put_back(held), inside
@@ -180,6 +190,21 @@ class ModuleNote(MappingNote):
         super().undo(now[0])
         for note, inside in now[1]:
             note.undo(inside)
+
+    def _merged(self, noted: dict[Any, Any], present: dict[Any, Any]) -> dict[Any, Any]:
+        if not self._is_managed:
+            return noted
+        return _without_fsdps(noted) | {key: value for key, value in present.items() if needs_grad(value)}
+
+
+def _without_fsdps(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module that FSDP manages without its tensors: parameters, or what stands in their places."""
+    return {key: value for key, value in attributes.items() if not needs_grad(value)}
+
+
+def needs_grad(value: Any) -> bool:
+    """Whether it is a tensor that needs a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 class RowNote(Note):
@@ -277,9 +302,11 @@ class VersionsNote(Note):
     __slots__ = ("_flags", "_tensors", "_versions")
 
     def __init__(self, tensors: list[torch.Tensor], versions: list[int] | None = None) -> None:
-        self._tensors = tensors
+        # Of a computed tensor an alias, which has its version: the tensor itself has a graph, in which may be earlier
+        # calls, and they would all be kept.
+        self._tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in tensors]
         self._versions = [tensor._version for tensor in tensors] if versions is None else versions
-        self._flags = [tensor.requires_grad for tensor in tensors]
+        self._flags = [tensor.requires_grad for tensor in self._tensors]
 
     def changed(self) -> tuple[torch.Tensor, int] | None:
         """A tensor that did not stay, and the version that it had."""
@@ -334,7 +361,7 @@ class ContentsNote(Note):
     def settled(self, held: list[torch.Tensor]) -> Note | None:
         """See `Note`."""
         if self._tensor.requires_grad:  # it has become a part of the graph
-            return VersionsNote([without_graph(self._tensor)], [self._version])
+            return VersionsNote([self._tensor], [self._version])
         if self._copy.nbytes <= SMALL or is_changed(self._tensor, self._version, self._copy):
             return self
         if self._steady is not None:
@@ -353,6 +380,10 @@ class ContentsNote(Note):
         now = self._tensor.detach().clone()
         self._tensor.data.copy_(self._copy)  # through `data` its version stays: for autograd nothing has happened
         return now
+
+    def rewritten(self) -> torch.Tensor | None:
+        """See `Note`."""
+        return self._tensor if self._tensor._version != self._version else None
 
     def undo(self, now: Any) -> None:
         """See `Note`."""
@@ -373,11 +404,6 @@ def may_be_copied(tensor: torch.Tensor, most: float = SMALL) -> bool:
         and not tensor.is_inference()
         and 0 not in tensor.stride()
     )
-
-
-def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor if it is a leaf, else its values and version: a graph that a note holds may hold the note."""
-    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def is_changed(tensor: torch.Tensor, version: int, copy: torch.Tensor) -> bool:
@@ -430,7 +456,8 @@ def _fill(owner: Any, entries: Any) -> None:
 def _hold(value: Any, held: list[torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return value
-    # Without its graph, which may be that of the step before, and so of all steps before it.
+    # Without its graph, which may be that of the step before, and so of all steps before it: autograd remembers the node
+    # of a tensor that it saves even where hooks around it keep something else.
     held.append(value if value.is_leaf else value.detach().requires_grad_())
     return _Held(len(held) - 1)
 

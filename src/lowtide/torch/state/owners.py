@@ -56,8 +56,8 @@ from lowtide.torch.state.notes import (
     SlotNote,
     VersionsNote,
     may_be_copied,
+    needs_grad,
     same_entries,
-    without_graph,
 )
 
 # Attributes that every module has, and which are torch's.
@@ -230,7 +230,7 @@ class Owners:
         # A lazy one becomes another module in its first run, and that is what the rerun has to see.
         elif isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
             self.is_lazy = True
-        elif not type(module).__module__.startswith("torch.distributed"):
+        elif not str(type(module).forward.__module__).startswith("torch.distributed"):  # a wrapper of theirs
             self._note_module(module)
 
     def _note_module(self, module: nn.Module) -> None:
@@ -244,6 +244,8 @@ class Owners:
             # What holds objects is not remembered: they may hold the module, which would then never be freed.
             known.attributes = {} if odd or any(attributes[name] for name in _OBJECTS) else dict(attributes)
         self._notes.append(ModuleNote(attributes, known.attributes or dict(attributes)))
+        if "_is_fsdp_managed_module" in attributes:
+            odd = [key for key in odd if not needs_grad(attributes[key])]
         for key in odd:
             self._note_value(attributes, key, attributes[key], 0, known)
         for name, parameter in module._parameters.items():
@@ -305,7 +307,7 @@ class Owners:
         if may_be_copied(tensor, most):
             self._notes.append(ContentsNote(tensor, steady))
         elif _has_version(tensor):
-            self._notes.append(VersionsNote([without_graph(tensor)]))
+            self._notes.append(VersionsNote([tensor]))
 
     # --- after the first run
 
@@ -337,7 +339,7 @@ class Owners:
         for root in self._roots:
             for path, module in root.named_modules(prefix=type(root).__name__):
                 for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
-                    if value is tensor or (_is_tensor(value) and value.is_set_to(tensor)):
+                    if value is tensor or (_is_tensor(value) and not value.is_leaf and _is_alias(value, tensor)):
                         return f"{path}.{name}"
         return f"a tensor of shape {tuple(tensor.shape)} that the function uses"
 
@@ -350,14 +352,17 @@ class Owners:
         return type(module).__name__
 
     @contextmanager
-    def as_before(self, held: list[torch.Tensor]) -> Iterator[None]:
-        """Inside, all is as it was before the first run; afterwards, as it is now."""
+    def as_before(self, held: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Inside, all is as it was before the first run; afterwards, as it is now.
+
+        Yields tensors that will have other values then, which were written in place since, as their versions tell.
+        """
         undo: list[tuple[Note, Any]] = []
         _hook(self._hooked)  # it is a part of how it was: compiled code depends on whether there are hooks
         try:
             for note in tuple(self._notes):
                 undo.append((note, note.put_back(held)))
-            yield
+            yield [tensor for note, now in undo if now is not None and (tensor := note.rewritten()) is not None]
         finally:
             _hook(-self._hooked)
             for note, now in reversed(undo):  # two of them may share their memory
@@ -370,6 +375,10 @@ _FOLLOWED = (*_HELD, *_FUNCTIONS)
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _is_alias(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.dtype is other.dtype and tensor.device == other.device and tensor.is_set_to(other)
 
 
 def _has_version(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,353 @@
+"""Nested values copied without their tensors: what a list, a cache or an object was at some moment.
+
+Containers, arrays, iterators and plain objects are copied, what occurs twice stays one, and tensors are taken out. From
+such a structure the value can be made anew, any number of times, so that a rerun finds it as it was while the user's
+own objects are not touched; or the very objects that it was taken from can be given the contents that they had. Modules,
+functions, generators and objects of torch's, numpy's and Python's own classes are what they are, and are not copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import itertools
+import sys
+import sysconfig
+import types
+import weakref
+from array import array
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+# Nothing can be changed in these, and nothing that can be is reached through them.
+ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, type, slice, range, types.ModuleType, types.FunctionType}
+    | {types.BuiltinFunctionType, types.MethodType}
+    | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
+    | {weakref.ProxyType, weakref.CallableProxyType, weakref.ReferenceType}
+)
+MOST_ENTRIES = 10_000  # of a container; a longer one is data
+_MOST_DEPTH = 16
+_FOREIGN = frozenset({"torch", "numpy", "lowtide", "builtins"})
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_KEEPERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # of the standard library, for the user's
+_FUNCTIONS = frozenset({types.FunctionType, types.MethodType})
+_CONTAINERS = (list, dict, set, deque)
+_ARRAYS = (np.ndarray, array, bytearray)
+_SMALL_ARRAY = 1024 * 1024  # bytes
+# Iterators of which a copy goes on where they are. Those that stand on other iterators share them with their copies.
+_ITERATORS = (itertools.count, itertools.repeat, *(type(iter(row)) for row in ([], (), "", range(0))))
+
+Leaf = Callable[[Any], Any]
+_Memo = dict[int, tuple[Any, Any]]  # by the identity of an original: itself, and its twin
+
+
+@functools.cache
+def is_foreign(module_name: str | None) -> bool:
+    """Whether a module of this name is one of torch's, numpy's or Python's own."""
+    top = (module_name or "").partition(".")[0]
+    if top not in sys.stdlib_module_names or top == "__main__":
+        return top in _FOREIGN
+    file = getattr(sys.modules.get(top), "__file__", None)
+    return file is None or file.startswith(_STDLIB)  # somebody's own `trace.py` is not
+
+
+@functools.cache
+def is_plain_object(kind: type) -> bool:
+    """Whether instances of the class are objects of the user's that keep attributes."""
+    if issubclass(kind, _KEEPERS):
+        return True
+    if is_foreign(kind.__module__) or issubclass(kind, nn.Module | torch.Tensor | type | BaseException | Enum):
+        return False
+    if hasattr(kind, "__del__"):  # a copy of it would do, when it dies, what only the original is to do
+        return False
+    return kind.__dictoffset__ != 0 or any("__slots__" in base.__dict__ for base in kind.__mro__)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it is an iterator that can be copied."""
+    return isinstance(value, _ITERATORS)
+
+
+def slots_of(thing: Any) -> Iterator[Any]:
+    """The descriptors of those attributes of an object for which its class has slots."""
+    for kind in type(thing).__mro__:
+        for descriptor in kind.__dict__.values() if "__slots__" in kind.__dict__ else ():
+            if type(descriptor) is types.MemberDescriptorType:
+                yield descriptor
+
+
+def holds_modules(thing: Any) -> bool:
+    """Whether an object has modules among its attributes, as a trainer has: then it is nobody's state."""
+    return any(isinstance(value, nn.Module) for value in getattr(thing, "__dict__", {}).values())
+
+
+class _Place:
+    """Where a tensor goes."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Structure:
+    """Values as they were at some moment, without their tensors, which are numbered in their order."""
+
+    __slots__ = ("_memo", "_twins", "ends")
+
+    def __init__(self, values: Sequence[Any], tensors: list[torch.Tensor], found: list[Any] | None = None) -> None:
+        """Copy values; their tensors are appended to `tensors`, and whatever else is not copied to `found`."""
+        self._memo: _Memo = {}
+        self._twins: list[Any] = []
+        self.ends: list[int] = []  # by value, how many tensors it and those before it have
+
+        def take(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+                return _Place(len(tensors) - 1)
+            if found is not None:
+                found.append(leaf)
+            return leaf
+
+        for value in values:
+            self._twins.append(_copied(value, take, self._memo, 0))
+            self.ends.append(len(tensors))
+
+    def values(self, tensors: Sequence[torch.Tensor], places: Iterable[int] | None = None) -> list[Any]:
+        """New values of this structure, or those at some places, with these tensors."""
+        memo: _Memo = {}
+
+        def put(leaf: Any) -> Any:
+            return tensors[leaf.number] if type(leaf) is _Place else leaf
+
+        twins = self._twins if places is None else [self._twins[place] for place in places]
+        return [_copied(twin, put, memo, 0) for twin in twins]
+
+    def put_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give the very objects that it was taken from, and those inside, the contents that they had then."""
+        originals = {id(twin): original for original, twin in self._memo.values()}
+
+        def original_of(part: Any) -> Any:
+            if type(part) is _Place:
+                return tensors[part.number]
+            if isinstance(part, tuple) and type(part) not in ATOMS:
+                return _rebuilt(part, map(original_of, part))
+            return originals.get(id(part), part)
+
+        for original, twin in self._memo.values():
+            _refill(original, twin, original_of)
+
+    def is_like(self, place: int, other: Structure, its_place: int) -> bool:
+        """Whether the value at a place is like one of another structure; tensors are not looked at."""
+        return _alike(self._twins[place], other._twins[its_place], set())
+
+    def forget_originals(self) -> None:
+        """Let go of the objects that it was taken from."""
+        self._memo = {}
+
+
+def _copied(value: Any, leaf: Leaf, memo: _Memo, depth: int) -> Any:
+    """A copy of a nested value whose leaves are what `leaf` returns for them; what occurs twice stays one."""
+    kind = type(value)
+    if kind in ATOMS:
+        return leaf(value) if kind in _FUNCTIONS else value
+    if id(value) in memo:
+        return memo[id(value)][1]
+    if depth > _MOST_DEPTH:
+        return value
+
+    def inner(part: Any) -> Any:
+        return _copied(part, leaf, memo, depth + 1)
+
+    if isinstance(value, tuple):
+        return _rebuilt(value, map(inner, value))
+    if isinstance(value, _CONTAINERS):
+        return value if len(value) > MOST_ENTRIES else _copied_container(value, inner, memo)
+    if isinstance(value, _ARRAYS):
+        if memoryview(value).nbytes > _SMALL_ARRAY:
+            return value
+        twin = copy.copy(value)
+    elif is_iterator(value):
+        return copy.copy(value)
+    elif is_plain_object(kind) and not holds_modules(value):
+        twin = object.__new__(kind)
+        memo[id(value)] = (value, twin)
+        _fill_attributes(twin, value, inner)
+        return twin
+    else:
+        return leaf(value)
+    memo[id(value)] = (value, twin)
+    return twin
+
+
+def _rebuilt(value: Any, parts: Iterable[Any]) -> Any:
+    kind = type(value)
+    return kind(*parts) if hasattr(kind, "_fields") else tuple.__new__(kind, parts)
+
+
+def _copied_container(value: Any, inner: Leaf, memo: _Memo) -> Any:
+    kind = type(value)
+    twin = kind.__new__(kind)
+    if isinstance(value, deque):
+        deque.__init__(twin, maxlen=value.maxlen)
+    memo[id(value)] = (value, twin)
+    if hasattr(value, "default_factory"):
+        twin.default_factory = value.default_factory
+    _fill_container(twin, value, inner)
+    return twin
+
+
+def _fill_container(twin: Any, value: Any, inner: Leaf) -> None:
+    """Fill an empty container with what `inner` makes of the entries of another."""
+    if isinstance(value, dict):
+        for key in list(dict.keys(value)):  # as stored: some make something of an entry whenever they are asked
+            dict.__setitem__(twin, key, inner(dict.__getitem__(value, key)))
+    elif isinstance(value, set):
+        set.update(twin, map(inner, value))
+    else:
+        (list if isinstance(value, list) else deque).extend(twin, map(inner, value))
+    if not is_foreign(type(value).__module__):
+        _fill_attributes(twin, value, inner)
+
+
+def _fill_attributes(twin: Any, value: Any, inner: Leaf) -> None:
+    if type(value).__dictoffset__:
+        attributes = {name: inner(part) for name, part in vars(value).items()}
+        vars(twin).clear()
+        vars(twin).update(attributes)
+    for descriptor in slots_of(value):
+        try:
+            part = descriptor.__get__(value)
+        except AttributeError:  # not set
+            continue
+        descriptor.__set__(twin, inner(part))
+
+
+def _refill(original: Any, twin: Any, inner: Leaf) -> None:
+    """Give an object the contents of its twin again."""
+    if isinstance(original, _CONTAINERS):
+        clear = next(kind for kind in _CONTAINERS if isinstance(original, kind)).clear
+        clear(original)
+        _fill_container(original, twin, inner)
+    elif isinstance(original, np.ndarray):
+        original[...] = twin
+    elif isinstance(original, _ARRAYS):
+        original[:] = twin
+    else:
+        _fill_attributes(original, twin, inner)
+
+
+def _alike(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
+    kind = type(one)
+    if one is other or (id(one), id(other)) in seen:
+        return True
+    if kind is not type(other):
+        return False
+    if kind is _Place:
+        return True  # whoever asks compares the tensors
+    if kind in ATOMS:
+        return bool(one == other or one != one)
+    seen.add((id(one), id(other)))
+
+    def parts_alike(ones: Iterable[Any], others: Iterable[Any]) -> bool:
+        return all(_alike(a, b, seen) for a, b in zip(ones, others, strict=True))
+
+    if isinstance(one, tuple | list | deque):
+        return len(one) == len(other) and parts_alike(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and parts_alike(dict.values(one), dict.values(other))
+    if isinstance(one, set | array | bytearray):
+        return bool(one == other)
+    if isinstance(one, np.ndarray):
+        return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if is_iterator(one):
+        return _where(one) == _where(other)
+    if is_plain_object(kind):
+        return attributes_alike(one, other, parts_alike)
+    return False
+
+
+def attributes_alike(one: Any, other: Any, parts_alike: Callable[[Iterable[Any], Iterable[Any]], bool]) -> bool:
+    """Whether two objects of one class have the same attributes."""
+    attributes, others = (dict(getattr(thing, "__dict__", {})) for thing in (one, other))
+    for descriptor in slots_of(one):
+        for thing, into in ((one, attributes), (other, others)):
+            try:
+                into[descriptor] = descriptor.__get__(thing)
+            except AttributeError:  # not set
+                continue
+    return list(attributes) == list(others) and parts_alike(attributes.values(), others.values())
+
+
+def _where(iterator: Any) -> Any:
+    """How far an iterator is."""
+    hint = getattr(iterator, "__length_hint__", None)
+    return repr(iterator) if hint is None or isinstance(iterator, itertools.repeat) else hint()
+
+
+# --- tensors in a value, and others in their places
+
+
+def tensors_in(value: Any, found: list[torch.Tensor], seen: set[int] | None = None, depth: int = 0) -> None:
+    """Append the tensors of a value to `found`, in the order in which a `Structure` takes them out."""
+    if type(value) in ATOMS or depth > _MOST_DEPTH:
+        return
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return
+    seen = set() if seen is None else seen
+    if id(value) not in seen:
+        if not isinstance(value, tuple):
+            seen.add(id(value))
+        for _, part in _parts_of(value):
+            tensors_in(part, found, seen, depth + 1)
+
+
+def replaced(value: Any, tensors: Iterator[torch.Tensor], seen: set[int] | None = None, depth: int = 0) -> Any:
+    """The value with its tensors replaced, in their order; containers and objects stay the same objects."""
+    seen = set() if seen is None else seen
+    if type(value) in ATOMS or depth > _MOST_DEPTH or id(value) in seen:
+        return value
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
+    if isinstance(value, tuple):
+        return _rebuilt(value, [replaced(part, tensors, seen, depth + 1) for part in value])
+    seen.add(id(value))
+    for put, part in list(_parts_of(value)):
+        new = replaced(part, tensors, seen, depth + 1)
+        if new is not part and put is not None:
+            put(new)
+    return value
+
+
+def _parts_of(value: Any) -> Iterator[tuple[Callable[[Any], None] | None, Any]]:
+    """What is inside a value, in the order of copying, each with a function that puts another thing in its place."""
+    if isinstance(value, tuple | set):
+        yield from ((None, part) for part in value)
+    elif isinstance(value, list | deque):
+        if len(value) <= MOST_ENTRIES:
+            yield from ((functools.partial(value.__setitem__, k), part) for k, part in enumerate(list(value)))
+    elif isinstance(value, dict):
+        if len(value) <= MOST_ENTRIES:
+            yield from ((functools.partial(dict.__setitem__, value, k), part) for k, part in list(dict.items(value)))
+    elif not is_plain_object(type(value)) or holds_modules(value):
+        return
+    if isinstance(value, _CONTAINERS) and is_foreign(type(value).__module__):
+        return
+    if isinstance(value, tuple):
+        return
+    attributes = getattr(value, "__dict__", {})
+    yield from ((functools.partial(attributes.__setitem__, name), part) for name, part in list(attributes.items()))
+    for descriptor in slots_of(value):
+        try:
+            yield functools.partial(descriptor.__set__, value), descriptor.__get__(value)
+        except AttributeError:  # not set
+            continue
