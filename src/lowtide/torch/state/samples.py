@@ -14,6 +14,7 @@ import functools
 import threading
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
