@@ -266,7 +266,8 @@ def test_a_probed_tape_that_is_needed_after_a_plain_step() -> None:
     for _ in range(3):
         h, _y = step(h, None)
     expected = torch.autograd.grad(h.sum(), w)[0]
-    chain = lt.plan_scan(step, init, length=3, base=1).chain
+    with pytest.warns(UserWarning, match="moved runs"):
+        chain = lt.plan_scan(step, init, length=3, base=1).chain
     seen = set()
     for budget in range(int(1.2 * chain[0].tape), int(13 * chain[0].tape), chain[0].tape // 4):
         runs[0] = 0

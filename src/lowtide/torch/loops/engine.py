@@ -21,6 +21,7 @@ from lowtide.torch.loops.pullback import Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.state.capture import now
+from lowtide.torch.state.growth import first_look
 
 
 class Engine:
@@ -56,7 +57,7 @@ class Engine:
         runner = self.runner
         actions, self._pending = self._pending, None
         self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
-        since = now()
+        since, growth = now(), first_look(*runner.hidden.roots)
         with runner.rerunning():
             try:
                 if actions is None:  # a second backward through a retained graph plays everything again
@@ -69,6 +70,8 @@ class Engine:
                 self._pieces.clear()
                 self._pullback = None
         runner.refuse_collected(since)
+        if growth is not None:
+            growth.tell()
         runner.end_progress()
         # The first tape may have been made when part of the state was not known yet, which then has no gradient there.
         starts = [g for g, flag in zip(pullback.state, runner.first_flags, strict=False) if flag]

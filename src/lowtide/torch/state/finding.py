@@ -94,6 +94,17 @@ class Finds:
                 self.find(value, depth + 1)
         for function in (type(module).forward, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             self.find(function, depth + 1)
+        for kind in type(module).__mro__:
+            if not is_foreign(kind.__module__):
+                self._add_methods(kind)
+
+    def _add_methods(self, kind: type) -> None:
+        """Add functions that `forward` may call; modules that they name take part only if they are called."""
+        for value in list(vars(kind).values()):
+            method = value.fget if isinstance(value, property) else value
+            if isinstance(method, types.FunctionType) and id(method) not in self._seen:
+                self._seen.add(id(method))
+                self.functions.append(method)
 
     def _find_owner(self, owner: Any) -> None:
         if isinstance(owner, nn.Module):

@@ -139,9 +139,10 @@ class _Record:
             if copy is not None and self._has_other_contents(number):
                 tensor.data.copy_(copy)
         if changed := self.replaced():
-            self._structure.put_back(self.tensors)
-        for place in changed:
-            self.slots[place].set(self.values[place])
+            values = self._structure.put_back(self.tensors)
+            for place in changed:
+                row = self._rows.get(place)
+                self.slots[place].set(self.values[place] if row is None else values[row])
 
 
 @dataclass(slots=True)
@@ -191,7 +192,8 @@ class Hidden:
     """
 
     def __init__(self, roots: Iterable[Any], named: Iterable[str] = ()) -> None:
-        self.finds = Finds(roots)
+        self.roots = tuple(roots)
+        self.finds = Finds(self.roots)
         self.generators = list(self.finds.generators)
         self.parameters: dict[int, str] = {}  # names of the parameters of all modules that take part, by identity
         self._named = tuple(named)

@@ -10,6 +10,7 @@ progress bar does.
 from __future__ import annotations
 
 import contextvars
+import functools
 import io
 import os
 import random
@@ -27,14 +28,16 @@ from torch.autograd.graph import GradientEdge, Node
 
 from lowtide.torch.state.finding import Finds, named_by, names_in
 from lowtide.torch.state.generators import KINDS as GENERATORS
-from lowtide.torch.state.structure import is_foreign, is_plain_object, slots_of
+from lowtide.torch.state.structure import is_foreign, is_iterator, is_plain_object, slots_of
 
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _COUNTERS = frozenset({bool, int, float})
-_MOST_ENTRIES = 64  # of a container whose numbers are looked at; of a longer one, its length
+_MOST_ENTRIES = 1000  # of a container whose numbers are looked at; of a longer one, its length
 _MOST_BYTES = 1024  # of an array
 # Whoever names one of these may read what somebody writes meanwhile.
 _OUTSIDE = frozenset({"open", "environ", "getenv", "read_text", "readline"})
+_INTERNALS = frozenset(nn.Module().__dict__)
+_REPEATED = (*_NUMBERS, nn.Module, torch.Tensor, list, tuple, dict, set, deque, np.ndarray, array, bytearray, type)
 _ALWAYS: Any = object()  # what cannot be looked at without changing it, and is taken to move
 
 Look = dict[str, Any]
@@ -43,29 +46,36 @@ Look = dict[str, Any]
 class Things:
     """The small things that functions and the classes of modules can see."""
 
-    __slots__ = ("_finds", "_kinds")
+    __slots__ = ("_finds", "_kinds", "_modules")
 
     def __init__(self, finds: Finds, modules: Iterable[nn.Module]) -> None:
         self._finds = finds
-        kinds = {kind for module in modules for kind in type(module).__mro__ if not is_foreign(kind.__module__)}
+        self._modules = list(modules)
+        kinds = {kind for module in self._modules for kind in type(module).__mro__ if not is_foreign(kind.__module__)}
         self._kinds = [*kinds, *{type(thing) for thing in finds.objects}]
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Names and values of what the functions name, and of attributes one level down."""
         for function in self._finds.functions:
             for name, value in named_by(function):
-                yield name, value
-                yield from _entries(name, _attributes_of(value, function))
+                yield from _within(name, value, function)
             yield from _entries(function.__name__, vars(function))
-        for name, value in self._finds.held:
-            yield name, value
-            yield from _entries(name, _own_attributes(value) if is_plain_object(type(value)) else {})
+        for name, value in (*self._finds.held, *self._not_repeated()):
+            yield from _within(name, value, None)
         for kind in self._kinds:
             yield from _entries(kind.__name__, vars(kind))
         for thing in self._finds.objects:  # numbers and tensors of it are repeated, its containers are not
             repeated = (*_NUMBERS, torch.Tensor)
             own = {key: part for key, part in _own_attributes(thing).items() if not isinstance(part, repeated)}
             yield from _entries(type(thing).__name__, own)
+
+    def _not_repeated(self) -> Iterator[tuple[str, Any]]:
+        """What modules have that is none of the kinds which are repeated for a rerun: files, schedulers, and so on."""
+        for module in self._modules:
+            for name, value in list(vars(module).items()):
+                if name not in _INTERNALS and not isinstance(value, _REPEATED) and not is_iterator(value):
+                    if not is_plain_object(type(value)):
+                        yield f"{type(module).__name__}.{name}", value
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names of the values that are tensors or have tensors in them, with each of these."""
@@ -109,6 +119,15 @@ def _sign_of_cell(cell: types.CellType) -> Any:
         return None
 
 
+def _within(name: str, value: Any, function: types.FunctionType | None) -> Iterator[tuple[str, Any]]:
+    """A value and its attributes, two levels down where these are plain objects."""
+    yield name, value
+    for path, part in _entries(name, _attributes_of(value, function)):
+        yield path, part
+        if is_plain_object(type(part)):
+            yield from _entries(path, _own_attributes(part))
+
+
 def _entries(name: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((f"{name}.{key}", part) for key, part in list(entries.items()) if not key.startswith("__"))
 
@@ -118,10 +137,10 @@ def _own_attributes(thing: Any) -> dict[str, Any]:
     return {**getattr(thing, "__dict__", {}), **slots}
 
 
-def _attributes_of(value: Any, function: types.FunctionType) -> Mapping[str, Any]:
+def _attributes_of(value: Any, function: types.FunctionType | None) -> Mapping[str, Any]:
     """The attributes, one level down, of something that a function names, if they are anybody's to move."""
     if isinstance(value, types.ModuleType):
-        named = set(names_in(function.__code__))
+        named = set() if function is None else set(names_in(function.__code__))
         return {} if is_foreign(value.__name__) else {key: p for key, p in vars(value).items() if key in named}
     if isinstance(value, type):
         return {} if is_foreign(value.__module__) else vars(value)
@@ -159,11 +178,15 @@ def _sign_of(value: Any) -> Any:
         return _sign_of_container(value)
     if isinstance(value, GENERATORS):
         return None  # repeated
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if value.is_inference() else value._version
     if isinstance(value, contextvars.ContextVar):
         return _sign_of(value.get(None))
     if isinstance(value, io.IOBase) or value is os.environ or isinstance(value, Iterator):
         return _ALWAYS
-    return len(value) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping):  # a weak dictionary, a `UserDict`
+        return len(value), *(part for part in list(value.values()) if type(part) in _NUMBERS)
+    return None
 
 
 def _is_small(value: Any) -> bool:
@@ -172,8 +195,10 @@ def _is_small(value: Any) -> bool:
 
 
 def _sign_of_container(value: Any) -> Any:
-    if len(value) > _MOST_ENTRIES or isinstance(value, set):
+    if isinstance(value, set) or not value:
         return len(value)
+    if len(value) > _MOST_ENTRIES:
+        return (len(value), *(repr(value[k]) for k in (0, -1))) if isinstance(value, list | deque) else len(value)
     entries = list(dict.values(value)) if isinstance(value, dict) else list(value)
     return len(value), *(part if type(part) in _NUMBERS else id(part) for part in entries)
 
@@ -237,6 +262,22 @@ _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackwar
 
 
 def _numbers_of(node: Any) -> tuple[Any, ...]:
-    """Numbers that a custom Function has put into its context."""
+    """Numbers that an operation was given, or a custom Function has put into its context."""
     attributes = getattr(node, "__dict__", None) or {}
-    return tuple((name, repr(value)) for name, value in attributes.items() if type(value) in _NUMBERS)
+    own = [(name, repr(value)) for name, value in attributes.items() if type(value) in _NUMBERS]
+    for name in _saved_by(type(node)):
+        raw = getattr(node, f"_raw{name}", None)
+        if raw is None or getattr(raw, "unpack_hook", None) is None:  # else to look would run somebody's hook
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # a tensor that was changed in place since: the backward will say so
+                continue
+            if type(value) in _NUMBERS or (isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cpu):
+                own.append((name.removeprefix("_saved_"), repr(value)))
+    return tuple(own)
+
+
+@functools.cache
+def _saved_by(kind: type[Node]) -> tuple[str, ...]:
+    """The names under which an operation's node has what it saved."""
+    return tuple(name for name in dir(kind) if name.startswith("_saved_"))

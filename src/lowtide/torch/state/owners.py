@@ -206,7 +206,12 @@ class Owners:
             module = pending.pop()
             if id(module) not in self._called:
                 self._called.add(id(module))
-                owned = [p for p in module._parameters.values() if p is not None and _has_version(p)]
+                # One without grad may be a counter: it is noted with its contents.
+                owned = [
+                    p
+                    for p in module._parameters.values()
+                    if p is not None and _has_version(p) and (p.requires_grad or not may_be_copied(p, SMALL))
+                ]
                 if owned:
                     self._notes.append(VersionsNote(owned))
                 pending += [child for child in module._modules.values() if child is not None]

@@ -131,8 +131,11 @@ class Structure:
         twins = self._twins if places is None else [self._twins[place] for place in places]
         return [_copied(twin, put, memo, 0) for twin in twins]
 
-    def put_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give the very objects that it was taken from, and those inside, the contents that they had then."""
+    def put_back(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The very objects that it was taken from, which are given the contents that they, and those inside, had then.
+
+        Only iterators are others, since none can be put back where it was.
+        """
         originals = {id(twin): original for original, twin in self._memo.values()}
 
         def original_of(part: Any) -> Any:
@@ -140,10 +143,11 @@ class Structure:
                 return tensors[part.number]
             if isinstance(part, tuple) and type(part) not in ATOMS:
                 return _rebuilt(part, map(original_of, part))
-            return originals.get(id(part), part)
+            return copy.copy(part) if is_iterator(part) else originals.get(id(part), part)
 
         for original, twin in self._memo.values():
             _refill(original, twin, original_of)
+        return [original_of(twin) for twin in self._twins]
 
     def is_like(self, place: int, other: Structure, its_place: int) -> bool:
         """Whether the value at a place is like one of another structure; tensors are not looked at."""
@@ -178,7 +182,7 @@ def _copied(value: Any, leaf: Leaf, memo: _Memo, depth: int) -> Any:
     elif is_iterator(value):
         return copy.copy(value)
     elif is_plain_object(kind) and not holds_modules(value):
-        twin = object.__new__(kind)
+        twin = (kind if issubclass(kind, types.SimpleNamespace) else object).__new__(kind)
         memo[id(value)] = (value, twin)
         _fill_attributes(twin, value, inner)
         return twin
