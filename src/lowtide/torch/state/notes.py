@@ -415,7 +415,9 @@ def _fill(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
 def _hold(value: Any, held: list[torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return value
-    held.append(value)
+    # Without its graph, which may be that of the step before, and so of all steps before it: autograd remembers the
+    # node of a tensor that it saves even where hooks around it keep something else.
+    held.append(value if value.is_leaf else value.detach().requires_grad_())
     return _Held(len(held) - 1)
 
 
