@@ -211,8 +211,8 @@ def warn_of_moved(things: Things, before: Look) -> None:
     """After runs for the sake of measuring: put back numbers that they moved, and warn of what cannot be put back."""
     if names := things.put_back(before):
         warnings.warn(
-            f"planning ran the function, and with it moved {', '.join(names)}, outside its modules and arguments, where "
-            "it stays moved; plan before such things matter, or make them part of a module or of the arguments",
+            f"planning ran the function, and with it moved {', '.join(names)}, outside its modules and arguments, "
+            "where it stays moved; plan before such things matter, or make them part of a module or of the arguments",
             stacklevel=3,
         )
 

@@ -3,10 +3,10 @@
 A rerun finds them as the first run found them, and afterwards they are as they were before the rerun: buffers and
 attributes change once, and a module that was switched to eval in between, or had the parameters of `functional_call`,
 runs as it ran. A module takes part if it is called, or if the function is one of its methods, closes over it or names
-it among its globals; and with it all that is inside: buffers, attributes, containers, plain objects, submodules. Objects
-of torch's own classes are not followed, because FSDP keeps its state in them. Of an object of the user's whose method is
-called, numbers, tensors, modules and generators are repeated; its containers are the user's, as is everything else that
-a function can see: nothing of that is put back, and the samples that are compared show where it mattered.
+it among its globals; and with it all that is inside: buffers, attributes, containers, plain objects, submodules.
+Objects of torch's own classes are not followed, because FSDP keeps its state in them. Of an object of the user's whose
+method is called, numbers, tensors, modules and generators are repeated; its containers are the user's, as is everything
+else that a function can see: nothing of that is put back, and the samples that are compared show where it mattered.
 
 It has to be quick, since it is done at every call: dictionaries are compared by the identity of their values, and what
 modules without state look like is remembered.
