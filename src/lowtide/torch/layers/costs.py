@@ -18,6 +18,7 @@ one that changes the caller's own input in place, because a rerun could not star
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from lowtide.chain import Chain, StepCost, TapeOption, Working
 from lowtide.forms import lean_form
 from lowtide.torch.checkpoint.call import checkpoint
 from lowtide.torch.layers.nested import Layer, run_lean, through
+from lowtide.torch.layers.outside import Outside
 from lowtide.torch.lean.call import can_lean, lean_menu
 from lowtide.torch.lean.graph import LeanPoint, LeanSize
 from lowtide.torch.memory import recording
@@ -103,16 +105,22 @@ def _timed_by_bytes(step: StepCost) -> StepCost:
     return replace(step, forward=float(step.tape), backward=2.0 * step.tape, options=options)
 
 
-def measure_layers(layers: list[Layer], x: Any, *, forms: bool) -> MeasuredLayers:
+def measure_layers(layers: list[Layer], x: Any, *, forms: bool, check: bool = True) -> MeasuredLayers:
     """Measure layers by running each a few times; everything is left as it was, also after an exception.
 
     Args:
         layers: the layers, in the order in which they are called.
         x: the input of the first layer.
         forms: measure smaller tapes too.
+        check: see to it that the layers still do what they did, although measuring may have moved things outside.
     """
-    with aside(layers):
-        return _Meter(layers, x, forms).row(x)
+    outside = Outside(layers) if check else None
+    with aside(layers), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a lean tape of .* was planned")  # forms are only tried here
+        measured = _Meter(layers, x, forms).row(x)
+    if outside is not None:
+        outside.check(x)
+    return measured
 
 
 def name_of(layers: list[Layer], start: int, stop: int) -> str:

@@ -87,9 +87,9 @@ def _sequential(
     if plan is not None:
         chain, parts = _chain_for(plan, len(row)), nest_of_plan(plan)
         if has_forms(parts):  # measure now, which traces lean steps, so that tracing takes no memory inside the run
-            _costs(row, x)
+            _costs(row, x, check=check_rerun is not False)
         return _run(row, parts, x, options, chain)
-    costs = _costs(row, x)
+    costs = _costs(row, x, check=check_rerun is not False)
     if costs is None or costs.row.chain is None:
         return through(row, x)
     return _run(row, costs.plan(budget)[1], x, options, costs.row.chain)
@@ -423,13 +423,13 @@ def _anchors(layers: list[Layer]) -> list[Any]:
 _measured: Cache[LayerPlans] = Cache(_MOST_ROWS)
 
 
-def _costs(row: list[Layer], x: Any, *, forms: bool = True) -> LayerPlans | None:
+def _costs(row: list[Layer], x: Any, *, forms: bool = True, check: bool = True) -> LayerPlans | None:
     """The costs and plans of the layers; None if one is lazy and the plain run has yet to make its parameters."""
     key = (forms, _signature(row, x))
     plans = _measured.get(key)
     if plans is None:
         if any(is_lazy(p) for layer in row if isinstance(layer, nn.Module) for p in layer.parameters()):
             return None
-        plans = LayerPlans(measure_layers(row, x, forms=forms))
+        plans = LayerPlans(measure_layers(row, x, forms=forms, check=check))
         _measured.put(key, plans, _anchors(row))
     return plans

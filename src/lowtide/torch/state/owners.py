@@ -245,7 +245,7 @@ class Owners:
             known.steady.clear()
         odd: list[str] = []
         if not same_entries(attributes, known.attributes):
-            odd = [k for k, v in attributes.items() if k not in MODULE_INTERNALS and type(v) not in ATOMS]
+            odd = [k for k, v in attributes.items() if k not in MODULE_INTERNALS and _may_hold(v)]
             # What holds objects is not remembered: they may hold the module, which would then never be freed.
             known.attributes = {} if odd or any(attributes[name] for name in _OBJECTS) else dict(attributes)
         self._notes.append(ModuleNote(attributes, known.attributes or dict(attributes)))
@@ -272,10 +272,12 @@ class Owners:
 
     def _note_value(self, owner: Any, key: Any, value: Any, depth: int, known: _Known | None = None) -> None:
         """A value that a module has, by way of containers and plain objects."""
-        if type(value) in ATOMS or id(value) in self._seen or depth > _MOST_DEPTH:
+        if not _may_hold(value) or id(value) in self._seen or depth > _MOST_DEPTH:
             return
         if isinstance(value, nn.Module):
             self._take_part(value)
+        elif isinstance(value, _FUNCTIONS):
+            self.find(value, depth + 1)
         elif isinstance(value, torch.Tensor):
             steady = None if known is None else (known.steady, key)
             self._note_tensor(value, SMALL if known is None or key in known.steady else _ANY, steady)
@@ -376,6 +378,13 @@ class Owners:
 
 _HELD = (nn.Module, *GENERATORS)
 _FOLLOWED = (*_HELD, *_FUNCTIONS)
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether a value that a module has may be changed, or hold what may be: functions of the user's close over it."""
+    if type(value) not in ATOMS:
+        return True
+    return isinstance(value, types.FunctionType | types.MethodType) and not is_foreign(value.__module__)
 
 
 def _is_tensor(value: Any) -> bool:
