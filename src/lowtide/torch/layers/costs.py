@@ -34,7 +34,6 @@ from lowtide.chain import Chain, StepCost, TapeOption, Working
 from lowtide.forms import lean_form
 from lowtide.torch.checkpoint.call import checkpoint
 from lowtide.torch.layers.nested import Layer, run_lean, through
-from lowtide.torch.layers.outside import Outside
 from lowtide.torch.lean.call import can_lean, lean_menu
 from lowtide.torch.lean.graph import LeanPoint, LeanSize
 from lowtide.torch.memory import recording
@@ -105,22 +104,17 @@ def _timed_by_bytes(step: StepCost) -> StepCost:
     return replace(step, forward=float(step.tape), backward=2.0 * step.tape, options=options)
 
 
-def measure_layers(layers: list[Layer], x: Any, *, forms: bool, check: bool = True) -> MeasuredLayers:
+def measure_layers(layers: list[Layer], x: Any, *, forms: bool) -> MeasuredLayers:
     """Measure layers by running each a few times; everything is left as it was, also after an exception.
 
     Args:
         layers: the layers, in the order in which they are called.
         x: the input of the first layer.
         forms: measure smaller tapes too.
-        check: see to it that the layers still do what they did, although measuring may have moved things outside.
     """
-    outside = Outside(layers) if check else None
     with aside(layers), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a lean tape of .* was planned")  # forms are only tried here
-        measured = _Meter(layers, x, forms).row(x)
-    if outside is not None:
-        outside.check(x)
-    return measured
+        return _Meter(layers, x, forms).row(x)
 
 
 def name_of(layers: list[Layer], start: int, stop: int) -> str:

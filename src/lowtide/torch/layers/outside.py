@@ -3,7 +3,7 @@
 Measuring runs every layer a few times. What a layer keeps in modules is put back afterwards, and so are random numbers.
 If anything else has moved, each layer is run a few times more, from the same state and with the same random numbers. If
 it then computes something else, or gradients would flow through it otherwise, the row would no longer do what it does
-plainly, and that is an error. That something moves is none: a progress bar does.
+plainly, and the caller is told. That something moves is nothing by itself: a progress bar does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.errors import CheckpointError
 from lowtide.torch.memory.tracker import copied, detached, tensors_of
 from lowtide.torch.state.ambient import aside
 from lowtide.torch.state.capture import edge_set, edges_of, now
@@ -37,27 +36,21 @@ class Outside:
         self._things = Things(finds, [module for found in finds.modules for module in found.modules()])
         self._look = self._things.look()
 
-    def check(self, x: Any) -> None:
-        """After the layers have been measured with this input: an error if they do not do what they did before.
-
-        Raises:
-            CheckpointError: something outside has moved, and with it what a layer does.
-        """
+    def difference(self, x: Any) -> str:
+        """After the layers have been measured with this input: which layer does not do what it did, in words."""
         names = moved(self._look, self._things.look())
         if not names:
-            return
+            return ""
         with aside(self._layers):
             state = x
             for k, layer in enumerate(self._layers):
                 state, differs = self._run(layer, state)
                 if differs:
-                    raise CheckpointError(
+                    return (
                         f"layer {k:,} ({_name_of(layer)}) {differs} each time it runs. Measuring the layers has run it "
-                        f"a few times, and has moved {_some(names)}, which is outside of modules and is not put back: "
-                        "the row would not compute what it computes plainly. Make the counter, iterator or cache that "
-                        "the layer uses an attribute of a module; or pass check_rerun=False if such a difference does "
-                        "not matter"
+                        f"a few times, and has moved {_some(names)}, which is outside of modules and is not put back"
                     )
+        return ""
 
     def _run(self, layer: Callable[[Any], Any], state: Any) -> tuple[Any, str]:
         """Run a layer a few times; returns the state after it, and how the runs differ, if they do."""
