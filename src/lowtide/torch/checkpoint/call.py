@@ -199,6 +199,26 @@ class _CheckpointThread(threading.local):
 _thread = _CheckpointThread()
 
 
+def remember(decision: Any) -> None:
+    """Remember what was decided in the first run of the innermost call, if one is running, for its reruns."""
+    if _thread.calls:
+        call, is_rerun = _thread.calls[-1]
+        if not is_rerun:
+            call.decisions = [*(call.decisions or ()), decision]
+
+
+def remembered() -> Any:
+    """In a rerun, what was remembered next in the first run; None elsewhere, and if there is no more.
+
+    For what depends on calls made before, such as which tape a lean call keeps: a rerun has to go the same way.
+    """
+    if not _thread.calls or not _thread.calls[-1][1]:
+        return None
+    call = _thread.calls[-1][0]
+    call.reached += 1
+    return call.decisions[call.reached - 1] if call.decisions and call.reached <= len(call.decisions) else None
+
+
 def _make_room(depth: int) -> None:
     """Recurse to this depth, so that a RecursionError is raised here rather than while a call cleans up."""
     if depth:
@@ -334,8 +354,10 @@ class _Call:
         "_owners",
         "_places",
         "_structure",
+        "decisions",
         "is_lazy",
         "outer",
+        "reached",
         "store",
         "versions",
     )
@@ -357,6 +379,8 @@ class _Call:
         # The call around this one, and the range of its saved tensors that are our arguments.
         self.outer: tuple[_Call, int, int] | None = None
         self.is_lazy = False
+        self.decisions: list[Any] | None = None  # what calls inside remember
+        self.reached = 0  # how many of these the present rerun has asked for
         self.store: list[torch.Tensor | None] = []  # saved by the latest rerun; None once handed out
         self.versions: list[int] = []
         self._noted: _Noted
@@ -525,6 +549,7 @@ class _Call:
     ) -> None:
         stack, grad = _thread.calls, torch.is_grad_enabled()
         stack.append((self, True))
+        self.reached = 0
         with recording.recomputing():
             _set_grad(True)
             _push_hooks(pack, saved.__getitem__)

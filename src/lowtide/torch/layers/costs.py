@@ -18,6 +18,7 @@ one that changes the caller's own input in place, because a rerun could not star
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -111,7 +112,8 @@ def measure_layers(layers: list[Layer], x: Any, *, forms: bool) -> MeasuredLayer
         x: the input of the first layer.
         forms: measure smaller tapes too.
     """
-    with aside(layers):
+    with aside(layers), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a lean tape of .* was planned")  # forms are only tried here
         return _Meter(layers, x, forms).row(x)
 
 

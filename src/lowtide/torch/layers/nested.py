@@ -107,7 +107,8 @@ class Runner:
 
     def _checkpointed(self, part: Part, x: Any, first: bool) -> Any:
         inside = _Inside(self, part.inside, first)
-        return checkpoint(partial(inside, self.steps[part.start : part.stop]), x, **self.options)
+        layers = [layer for step in self.steps[part.start : part.stop] for layer in step]
+        return checkpoint(partial(inside, *layers), x, **self.options)
 
 
 class _Inside:
@@ -121,10 +122,10 @@ class _Inside:
         self._first = first
         self._ran = False
 
-    def __call__(self, _: tuple[tuple[Layer, ...], ...], x: Any) -> Any:
-        """Run the inside. The layers are an argument so that `checkpoint` finds them, which looks for hidden state."""
+    def __call__(self, *layers_and_x: Any) -> Any:
+        """Run the inside. The layers are arguments so that `checkpoint` finds them, which repeats what they keep."""
         again, self._ran = self._ran, True
-        return self._runner.run(self._parts, x, taping=again, first=self._first and not again)
+        return self._runner.run(self._parts, layers_and_x[-1], taping=again, first=self._first and not again)
 
 
 def _count_backward(state: Any) -> None:

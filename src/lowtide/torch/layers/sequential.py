@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 
 from lowtide.chain import Chain, Working
 from lowtide.checks import function
-from lowtide.errors import BudgetError, InputError
+from lowtide.errors import BudgetError, CheckpointError, InputError
 from lowtide.interface.cache import Cache
 from lowtide.nest import Part, copied_by, forms_passed, has_forms, kept_by, nest_of_plan, starts
 from lowtide.plan import Knob, Plan
@@ -32,6 +33,7 @@ from lowtide.planners.segments import balanced, segment_count
 from lowtide.sizes import parse_budget
 from lowtide.torch.layers.costs import MeasuredLayers, measure_layers
 from lowtide.torch.layers.nested import Forms, Layer, Runner, through
+from lowtide.torch.layers.outside import Outside
 from lowtide.torch.memory import recording
 
 Layers = nn.Sequential | nn.ModuleList | list[Layer] | tuple[Layer, ...]
@@ -87,9 +89,9 @@ def _sequential(
     if plan is not None:
         chain, parts = _chain_for(plan, len(row)), nest_of_plan(plan)
         if has_forms(parts):  # measure now, which traces lean steps, so that tracing takes no memory inside the run
-            _costs(row, x)
+            _costs(row, x, _allow if check_rerun is False else _refuse)
         return _run(row, parts, x, options, chain)
-    costs = _costs(row, x)
+    costs = _costs(row, x, _allow if check_rerun is False else _refuse)
     if costs is None or costs.row.chain is None:
         return through(row, x)
     return _run(row, costs.plan(budget)[1], x, options, costs.row.chain)
@@ -104,7 +106,7 @@ def plan_sequential(layers: Layers, x: Any, *, budget: int | str | None = None) 
     check_layer_knobs(budget, None)
     if not row:
         raise InputError("there are 0 layers, which need no plan; give at least one")
-    costs = _costs(row, x)
+    costs = _costs(row, x, _warn)
     if costs is None:
         raise InputError("a layer has parameters without a shape yet, so it cannot be measured; call the layers first")
     if costs.row.chain is None:
@@ -142,7 +144,7 @@ def _checkpoint_sequential(functions: Layers, segments: int, input: Any, preserv
     count = segment_count(segments, len(row))
     if count == 1 or _runs_plainly():
         return through(row, input)
-    costs = _costs(row, input, forms=False)
+    costs = _costs(row, input, _refuse, forms=False)
     if costs is None or costs.row.chain is None:
         return through(row, input)
     chain = costs.row.chain
@@ -423,13 +425,34 @@ def _anchors(layers: list[Layer]) -> list[Any]:
 _measured: Cache[LayerPlans] = Cache(_MOST_ROWS)
 
 
-def _costs(row: list[Layer], x: Any, *, forms: bool = True) -> LayerPlans | None:
-    """The costs and plans of the layers; None if one is lazy and the plain run has yet to make its parameters."""
+def _refuse(difference: str) -> None:
+    raise CheckpointError(
+        f"{difference}: this call would not compute what it computes plainly. Make the counter, iterator or cache that "
+        "the layer uses an attribute of a module; or pass check_rerun=False if such a difference does not matter"
+    )
+
+
+def _warn(difference: str) -> None:
+    warnings.warn(f"{difference}, and stays moved; make it an attribute of a module", stacklevel=4)
+
+
+def _allow(_: str) -> None:
+    pass
+
+
+def _costs(row: list[Layer], x: Any, tell: Callable[[str], None], *, forms: bool = True) -> LayerPlans | None:
+    """The costs and plans of the layers; None if one is lazy and the plain run has yet to make its parameters.
+
+    If measuring them moves something outside of modules, so that a layer does something else since, `tell` is told.
+    """
     key = (forms, _signature(row, x))
     plans = _measured.get(key)
     if plans is None:
         if any(is_lazy(p) for layer in row if isinstance(layer, nn.Module) for p in layer.parameters()):
             return None
+        outside = Outside(row)
         plans = LayerPlans(measure_layers(row, x, forms=forms))
+        if tell is not _allow and (difference := outside.difference(x)):
+            tell(difference)
         _measured.put(key, plans, _anchors(row))
     return plans

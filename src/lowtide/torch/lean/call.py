@@ -8,7 +8,7 @@ recomputes it (`tape.py`). The same kernels on the same inputs return the same b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +18,8 @@ from lowtide.checks import function as check_function
 from lowtide.errors import InputError
 from lowtide.interface.cache import Cache
 from lowtide.sizes import check_budget
-from lowtide.torch.lean.graph import LeanGraph, LeanPoint, LeanSize, sizes_in_bits
+from lowtide.torch.checkpoint.call import remember, remembered
+from lowtide.torch.lean.graph import LeanGraph, LeanPoint, LeanSize, Recipe, sizes_in_bits
 from lowtide.torch.lean.guards import Guards
 from lowtide.torch.lean.tape import Doubt, LeanTape
 from lowtide.torch.lean.trace import Tracer, tracing
@@ -191,6 +192,14 @@ def _steps_aside() -> bool:
     return top is not None and isinstance(getattr(top[1], "__self__", None), LeanTape)
 
 
+class _Decision(NamedTuple):
+    """How a call was made: by a recipe, or plainly."""
+
+    key: Hashable
+    recipe: Recipe | None
+    doubt: Doubt
+
+
 class _Variant:
     """Calls of a kind that run the same operations: those with these numbers, some of which may be any."""
 
@@ -256,20 +265,43 @@ class _Kind:
     ) -> Any:
         """Call the function with a lean tape."""
         guards, variant = found.guards, found.variant
+        again = remembered()
+        if isinstance(again, _Decision) and again.key == guards.key:
+            # What was learned since would have the rerun of a checkpoint call save other tensors than its first run.
+            if again.recipe is None:
+                return function(*args, **kwargs)
+            return self._follow(again.recipe, again.doubt, function, args, kwargs, guards)[0]
         if variant is None:
             if len(self._variants) >= _MOST_VARIANTS:
                 self._say("goes another way for each of many numbers that it is given or keeps")
+                remember(_Decision(guards.key, None, Doubt()))
                 return function(*args, **kwargs)
             result, variant, lean_tape = self._trace(function, args, kwargs, guards)
-            lean_tape.close_traced(variant.graph.recipe(tape), guards.tensors, variant.doubt)
+            recipe = variant.graph.recipe(tape)
+            remember(_Decision(guards.key, recipe, variant.doubt))
+            lean_tape.close_traced(recipe, guards.tensors, variant.doubt)
             return result
+        recipe = variant.graph.recipe(tape)
+        remember(_Decision(guards.key, recipe, variant.doubt))
+        result, lean_tape = self._follow(recipe, variant.doubt, function, args, kwargs, guards)
+        self._learn_from(lean_tape, variant)
+        return result
+
+    def _follow(
+        self, recipe: Recipe, doubt: Doubt, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], guards: Guards
+    ) -> tuple[Any, LeanTape]:
+        """Call the function and keep what the recipe says."""
         lean_tape = LeanTape(self._name, _top_hooks(False))
-        _push_hooks(lean_tape.packing(variant.graph.recipe(tape), guards.tensors, variant.doubt), lean_tape.unpack)
+        _push_hooks(lean_tape.packing(recipe, guards.tensors, doubt), lean_tape.unpack)
         try:
             result = function(*args, **kwargs)
         finally:
             _pop_hooks()
         lean_tape.close()
+        return result, lean_tape
+
+    def _learn_from(self, lean_tape: LeanTape, variant: _Variant) -> None:
+        """Note whether a call went the way of its variant."""
         if lean_tape.fits:
             self._misfits = 0
         elif lean_tape.is_outdated:
@@ -281,7 +313,6 @@ class _Kind:
                 self._tracings_for_misfits += 1
                 variant.doubt.is_raised = True  # calls go another way from now on
             self._say("did not save what it saved when it was traced")
-        return result
 
     def traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: FoundCall) -> LeanGraph:
         """The graph of such a call, which is traced if none has been."""
@@ -316,7 +347,7 @@ class _Kind:
             warnings.warn(
                 f"{self._name} {what}: such calls keep their whole tape. Results and gradients are right; "
                 "receipts count these calls as kept_whole",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

@@ -34,8 +34,9 @@ _NEGLIGIBLE_SHARE = 0.01  # of the largest saved value's bytes; smaller values a
 class LeanSize(NamedTuple):
     """The most bytes of a lean tape, and of recomputed values that are alive at once.
 
-    If no such tape exists, because arguments are larger than planned for, that is an error if `strict`; otherwise what
-    takes no heavy operation to recompute is dropped, with a warning.
+    If no such tape exists, because arguments are larger than planned for, that is an error if `strict`. Otherwise, and
+    if numbers have turned out to change from call to call, so that what has a number cannot be run again, what takes no
+    heavy operation to recompute is dropped, with a warning.
     """
 
     tape: int
@@ -85,10 +86,12 @@ class LeanGraph:
     Args:
         trace: the record of a call.
         bits: what `sizes_in_bits` returns for it.
+        is_merged: whether it stands for several runs, which differ in numbers.
     """
 
-    def __init__(self, trace: Trace, bits: dict[int, tuple[int, float]]) -> None:
+    def __init__(self, trace: Trace, bits: dict[int, tuple[int, float]], *, is_merged: bool = False) -> None:
         self.trace = trace
+        self._is_merged = is_merged
         self._bits = bits
         self._packed = {pack.view.value for pack in trace.packs if pack.view is not None}
         self._recipes: Cache[Recipe] = Cache(_MOST_RECIPES)
@@ -128,7 +131,7 @@ class LeanGraph:
         if any((a.func, a.inputs, a.outputs) != (b.func, b.inputs, b.outputs) for a, b in pairs):
             return None
         ops = [replace(b, never=_why_not_both(a, b, numbers_differ) or b.never or a.never) for a, b in pairs]
-        return LeanGraph(replace(theirs, ops=ops), other._bits)
+        return LeanGraph(replace(theirs, ops=ops), other._bits, is_merged=True)
 
     # --- the cut that is chosen
 
@@ -148,10 +151,15 @@ class LeanGraph:
         for cut in self._settled_cuts:
             if cut.bytes <= size.tape and self._working(cut) <= size.working:
                 return cut
-        if not size.strict:
+        if not size.strict or self._is_merged:
+            why = (
+                "Numbers that it is given or keeps change from call to call, so what they enter is not run again"
+                if self._is_merged
+                else "Plan with the largest arguments that will come"
+            )
             warnings.warn(
                 f"a lean tape of {size.tape:,} B was planned, and this call allows none: more is kept, and the peak "
-                "may be above the one that was asked for. Plan with the largest arguments that will come",
+                f"may be above the one that was asked for. {why}",
                 stacklevel=2,
             )
             return self._light
@@ -484,14 +492,14 @@ def recipe_of(trace: Trace, kept: set[int], small: set[int], rerun: Iterable[int
         dtypes=[pack.dtype for pack in packs],
         nodes=[_node(trace, pack) for pack in packs],
         actions=actions,
-        stale={index for index in range(len(packs)) if trace.is_stale(index)},
+        stale=set(filter(trace.is_stale, range(len(packs)))),
         views=views,
         replays=replays,
         uses=uses,
         sources=sources,
         release=_releases(actions, sources),
         sampled=_sampled(trace, actions),
-        made={number: view for replay in again for number, view in _made(replay)},
+        made=dict(chain.from_iterable(map(_made, again))),
         given=given,
         bases={number: source.base for number, source in found.items()},
         origins=origins,

@@ -266,6 +266,8 @@ class Owners:
         value = attributes[key]
         if isinstance(value, nn.Module):
             self._take_part(value)
+        elif isinstance(value, _FUNCTIONS):
+            self.find(value, 1)
         elif isinstance(value, torch.Tensor):
             self._note_tensor(value, SMALL if key in known.steady else _ANY, (known.steady, key))
         elif isinstance(value, GENERATORS):
@@ -386,7 +388,9 @@ def _generators_named_in(kind: type[nn.Module]) -> tuple[Any, ...]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether nothing can be changed in an attribute, nor in what it holds."""
+    """Whether nothing can be changed in an attribute, nor in what it holds, as functions of the user's may."""
+    if isinstance(value, _FUNCTIONS):
+        return is_foreign(getattr(value, "__module__", None))
     return type(value) in ATOMS or (type(value) is tuple and all(type(part) in ATOMS for part in value))
 
 
