@@ -165,8 +165,8 @@ def check_nest(nest: LayerNest, row: nn.Module) -> None:
         )
 
 
-def run_nest(nest: LayerNest, row: nn.Module, x: Any) -> Any:
-    """Run the layers of an `nn.Sequential` by the nest."""
+def run_nest(nest: LayerNest, row: nn.Module, x: Any, *, check_rerun: bool | None = None) -> Any:
+    """Run the layers of an `nn.Sequential` by the nest; see `checkpoint` for `check_rerun`."""
     check_nest(nest, row)
     layers, ranges = list(row.children()), list(nest.ranges())
     steps = tuple(tuple(layers[part.start : part.stop]) for part in ranges)
@@ -176,7 +176,7 @@ def run_nest(nest: LayerNest, row: nn.Module, x: Any) -> Any:
         assert lean is not None
         return run_lean(step, state, LeanSize(lean.tape, lean.working, strict=False))
 
-    return Runner(steps, {}, leanly).run(_parts(nest, 0)[0], x)
+    return Runner(steps, {"check_rerun": check_rerun}, leanly).run(_parts(nest, 0)[0], x)
 
 
 def _parts(nest: LayerNest, first: int) -> tuple[tuple[Part, ...], int]:

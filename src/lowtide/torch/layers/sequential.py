@@ -51,7 +51,7 @@ def sequential(
     budget: int | str | None = None,
     plan: Plan | None = None,
     contexts: Contexts = (),
-    check_rerun: bool = False,
+    check_rerun: bool | None = None,
 ) -> Any:
     """Run layers one after the other, like `nn.Sequential`, in bounded memory.
 
@@ -64,17 +64,20 @@ def sequential(
         budget: bytes for snapshots, tape and working set: 67108864, "64MiB", or "40%" of all tapes.
         plan: a plan that `plan_sequential` returned.
         contexts: functions that make context managers, to be entered when layers are rerun.
-        check_rerun: compare the values of the tensors that autograd saves in both runs, not only their shapes.
+        check_rerun: what is compared when layers are rerun, of the tensors that autograd saves in both runs: by default
+            samples, small tensors whole and at least 1,024 numbers of a large one; with True every bit, with False only
+            shapes.
 
     Raises:
         BudgetError: no plan fits; the error names the least budget that works. Nothing has changed.
+        CheckpointError: in the backward, if a rerun differs from the first run; `.grad` is then not to be trusted.
         InputError: another argument that cannot be used.
     """
     return _uncompiled(_sequential)(layers, x, budget, plan, contexts, check_rerun)
 
 
 def _sequential(
-    layers: Layers, x: Any, budget: int | str | None, plan: Plan | None, contexts: Contexts, check_rerun: bool
+    layers: Layers, x: Any, budget: int | str | None, plan: Plan | None, contexts: Contexts, check_rerun: bool | None
 ) -> Any:
     row = _listed(layers, "layers")
     check_layer_knobs(budget, plan)
@@ -155,9 +158,17 @@ class Sequential(nn.Sequential):
         model: the `nn.Sequential` whose submodules it takes, under the same names.
         budget: see `sequential`.
         plan: see `sequential`.
+        check_rerun: see `sequential`.
     """
 
-    def __init__(self, model: nn.Sequential, *, budget: int | str | None = None, plan: Plan | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Sequential,
+        *,
+        budget: int | str | None = None,
+        plan: Plan | None = None,
+        check_rerun: bool | None = None,
+    ) -> None:
         if not isinstance(model, nn.Sequential):
             raise InputError(f"model is a {type(model).__name__}; give an nn.Sequential")
         check_layer_knobs(budget, plan)
@@ -167,16 +178,17 @@ class Sequential(nn.Sequential):
         self.training = model.training
         self.budget = budget
         self.plan = plan
+        self.check_rerun = check_rerun
 
     def forward(self, input: Any) -> Any:
         """Run the layers within the budget."""
-        return sequential(self, input, budget=self.budget, plan=self.plan)
+        return sequential(self, input, budget=self.budget, plan=self.plan, check_rerun=self.check_rerun)
 
     def __getitem__(self, idx: int | slice) -> Any:
         if not isinstance(idx, slice):
             return super().__getitem__(idx)
         part = nn.Sequential(OrderedDict(list(self._modules.items())[idx]))
-        return type(self)(part, budget=self.budget)
+        return type(self)(part, budget=self.budget, check_rerun=self.check_rerun)
 
     def extra_repr(self) -> str:
         """The text that `repr` shows beside the submodules."""

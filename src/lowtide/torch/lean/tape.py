@@ -485,7 +485,7 @@ def _other_numbers(how: str, name: str, doubt: Doubt) -> CheckpointError:
     """The error for a value that is not what the forward had; the next call will be traced."""
     doubt.is_raised = True
     return CheckpointError(
-        f"{how} for the backward of {name}, has other numbers than the forward had, and `.grad` is not to be trusted "
+        f"{how} for the backward of {name}, gave other numbers than the forward had, and `.grad` is not to be trusted "
         "after this error. Something has changed since the function was traced that neither its arguments nor its "
         "modules show: look for a counter, iterator or setting outside of them, and make it an attribute of the "
         "module, or an argument; or call the function without lean"

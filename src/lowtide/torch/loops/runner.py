@@ -294,7 +294,7 @@ class StepRunner:
                 else:
                     column = self._first_edge(piece, k, y)
                 if proves:
-                    prove(k, (y,) if is_tensor else self.outputs.leaves(k, y))
+                    prove(k, [y] if is_tensor else self.outputs.leaves(k, y))
                 began, mark = mark, now()
                 if ends is not None or mark - began not in counts:
                     self._check_graph(piece, k, carry, y, ends, began)
@@ -452,8 +452,8 @@ class StepRunner:
         """Refuse steps that have put tensors of their graphs outside, where gradients through them would be lost."""
         if not self.proof.never and (names := collected(self._things, since)):
             raise CheckpointError(
-                f"the step puts tensors with a gradient into {', '.join(names)}, through which it would be lost; return "
-                "them as outputs instead, or put them there detached"
+                f"the step puts tensors with a gradient into {', '.join(names)}, through which it would be lost; "
+                "return them as outputs instead, or put them there detached"
             )
 
     # --- what the backward asks

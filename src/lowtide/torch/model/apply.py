@@ -32,25 +32,27 @@ class PlannedForward(StandIn):
         module: the module whose `forward` it is.
         way: how to run it.
         in_eval: run it as planned in eval mode too, for a module that is in eval mode while the model is trained.
+        check_rerun: see `apply`.
     """
 
-    def __init__(self, module: nn.Module, way: Way, *, in_eval: bool) -> None:
+    def __init__(self, module: nn.Module, way: Way, *, in_eval: bool, check_rerun: bool | None = None) -> None:
         super().__init__(module)
         self.way = way
         self.in_eval = in_eval
+        self.check_rerun = check_rerun
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, as planned if a tape is kept."""
         module = self.module
         if not self.is_on or not torch.is_grad_enabled() or not (module.training or self.in_eval):
             return self.original(*args, **kwargs)
-        return run_way(self.way, module, args, kwargs)
+        return run_way(self.way, module, args, kwargs, self.check_rerun)
 
     def __repr__(self) -> str:
         return f"<forward of {type(self.module).__name__}: {self.way}>"
 
 
-def apply(plan: Plan, model: nn.Module) -> None:
+def apply(plan: Plan, model: nn.Module, *, check_rerun: bool | None = None) -> None:
     """Make a model run as planned in training, with the same results and gradients to the last bit.
 
     The model stays the same object, with its hooks, parameters and `state_dict`; copies and pickles of it have the plan
@@ -59,6 +61,9 @@ def apply(plan: Plan, model: nn.Module) -> None:
     Args:
         plan: a plan that `plan_model` or `Plan.from_json` returned.
         model: the model that was planned, or one like it.
+        check_rerun: what is compared when a block is rerun, of the tensors that autograd saves in both runs: by default
+            samples, small tensors whole and at least 1,024 numbers of a large one; with True every bit, with False only
+            shapes. A difference is a `CheckpointError` in the backward; `.grad` is then not to be trusted.
 
     Raises:
         InputError: the plan is not for such a model. Nothing has changed.
@@ -67,7 +72,7 @@ def apply(plan: Plan, model: nn.Module) -> None:
     ways = ways_of(plan, model)
     unapply(model)
     for module, way in ways:
-        PlannedForward(module, way, in_eval=not module.training).install()
+        PlannedForward(module, way, in_eval=not module.training, check_rerun=check_rerun).install()
 
 
 def unapply(model: nn.Module) -> None:

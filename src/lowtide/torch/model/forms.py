@@ -20,14 +20,16 @@ def run_plainly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return original(module)(*args, **kwargs)
 
 
-def run_way(way: Way, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module's own `forward` in this way."""
+def run_way(
+    way: Way, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], check_rerun: bool | None = None
+) -> Any:
+    """Run a module's own `forward` in this way; see `checkpoint` for `check_rerun`."""
     if way.nest is not None:
-        return run_nest(way.nest, module, *args, **kwargs)
+        return run_nest(way.nest, module, *args, **kwargs, check_rerun=check_rerun)
     if way.rerun and way.lean is not None:
-        return checkpoint(_leanly, module, args, kwargs, way.lean)
+        return checkpoint(_leanly, module, args, kwargs, way.lean, check_rerun=check_rerun)
     if way.rerun:
-        return checkpoint(run_plainly, module, args, kwargs)
+        return checkpoint(run_plainly, module, args, kwargs, check_rerun=check_rerun)
     return _leanly(module, args, kwargs, way.lean)
 
 

@@ -384,11 +384,16 @@ def auto_checkpoint(
     optimizer: Any = None,
     loss: Loss | None = None,
     pbar: Any = None,
+    check_rerun: bool | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Make a model train within a peak: `plan_model`, whose arguments these are, then `apply`. Returns the plan."""
+    """Make a model train within a peak: `plan_model`, whose arguments these are, then `apply`. Returns the plan.
+
+    `check_rerun` says what is compared when blocks are rerun, as for `apply`: samples, with True every bit, with False
+    only shapes.
+    """
     plan = plan_model(model, *args, peak=peak, optimizer=optimizer, loss=loss, pbar=pbar, **kwargs)
-    apply(plan, model)
+    apply(plan, model, check_rerun=check_rerun)
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Settings that a rerun must find as the first run found them: autocast, default dtype and device, attention kernels."""
+"""Settings that a rerun must find as the first run found them: autocast, default dtype, device, attention kernels."""
 
 from __future__ import annotations
 

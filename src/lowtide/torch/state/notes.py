@@ -1,7 +1,7 @@
 """Notes of what belongs to a module, each of one thing as it was before the first run, to be put back for a rerun.
 
-Attributes, structures, tensors: all have the same three moments. When the first run is over a note is settled, and keeps
-no more than it needs. For a rerun it is put back, and afterwards that is undone.
+Attributes, structures, tensors: all have the same three moments. When the first run is over a note is settled, and
+keeps no more than it needs. For a rerun it is put back, and afterwards that is undone.
 """
 
 from __future__ import annotations
@@ -415,7 +415,9 @@ def _fill(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
 def _hold(value: Any, held: list[torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return value
-    held.append(value)
+    # Without its graph, which may be that of the step before, and so of all steps before it: autograd remembers the
+    # node of a tensor that it saves even where hooks around it keep something else.
+    held.append(value if value.is_leaf else value.detach().requires_grad_())
     return _Held(len(held) - 1)
 
 

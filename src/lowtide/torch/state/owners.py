@@ -2,9 +2,9 @@
 
 A rerun finds them as the first run found them, and afterwards they are as they were before the rerun: buffers and
 attributes change once, and a module that was switched to eval in between, or had the parameters of `functional_call`,
-runs as it ran. A module takes part if it is called, or if the function is one of its methods, closes over it or names it
-among its globals; and with it all that is inside: buffers, attributes, containers, plain objects, submodules. Objects of
-torch's own classes are not followed, because FSDP keeps its state in them. Of an object of the user's whose method is
+runs as it ran. A module takes part if it is called, or if the function is one of its methods, closes over it or names
+it among its globals; and with it all that is inside: buffers, attributes, containers, plain objects, submodules. Objects
+of torch's own classes are not followed, because FSDP keeps its state in them. Of an object of the user's whose method is
 called, numbers, tensors, modules and generators are repeated; its containers are the user's, as is everything else that
 a function can see: nothing of that is put back, and the samples that are compared show where it mattered.
 
@@ -139,12 +139,8 @@ class Owners:
             held = [function.func, *function.args, *function.keywords.values()]
         elif isinstance(function, types.MethodType):
             held = [function.__func__]
-            owner = function.__self__
-            if isinstance(owner, nn.Module):
-                calls = function.__name__ == "forward" and depth == 0  # a call of the module, without its hooks
-                self._find_module(owner, is_called=calls)
-            elif is_plain_object(type(owner)):
-                self._find_object(owner)
+            # A module's own `forward` is a call of the module, without its hooks.
+            self._find_owner(function.__self__, is_called=function.__name__ == "forward" and depth == 0)
         elif is_foreign(function.__module__):
             return
         else:
@@ -156,6 +152,13 @@ class Owners:
                 for value in list(getattr(thing, "__dict__", {}).values()):
                     if isinstance(value, _HELD):
                         self.find(value, depth + 1)
+
+    def _find_owner(self, owner: Any, *, is_called: bool) -> None:
+        """What a method is bound to."""
+        if isinstance(owner, nn.Module):
+            self._find_module(owner, is_called=is_called)
+        elif is_plain_object(type(owner)):
+            self._find_object(owner)
 
     def _find_object(self, thing: Any) -> None:
         """An object of the user's whose method is called."""
@@ -191,7 +194,7 @@ class Owners:
             if id(module) not in self._called:
                 self._called.add(id(module))
                 # One without grad may be a counter: it is noted with its contents.
-                owned = [
+                owned: list[torch.Tensor] = [
                     p
                     for p in module._parameters.values()
                     if p is not None and _has_version(p) and (p.requires_grad or not may_be_copied(p, SMALL))
@@ -237,6 +240,15 @@ class Owners:
             odd = [key for key in odd if not needs_grad(attributes[key])]
         for key in odd:
             self._note_attribute(attributes, key, known)
+        self._note_registered(module, known)
+        for generator in _generators_named_in(type(module)):
+            self.find(generator)
+        for name in _HOOKS:
+            for hook in attributes[name].values():
+                self.find(hook)
+
+    def _note_registered(self, module: nn.Module, known: _Known) -> None:
+        """Note buffers, parameters without grad, and weights that parametrisations have made before."""
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.requires_grad and may_be_copied(parameter, SMALL):
                 self._notes.append(ContentsNote(parameter, (known.steady, name)))
@@ -244,11 +256,6 @@ class Owners:
             if buffer is not None and id(buffer) not in self._seen:
                 self._seen.add(id(buffer))
                 self._note_tensor(buffer, SMALL if name in known.steady else _ANY, (known.steady, name))
-        for generator in _generators_named_in(type(module)):
-            self.find(generator)
-        for name in _HOOKS:
-            for hook in attributes[name].values():
-                self.find(hook)
         if "parametrizations" in module._modules and id(parametrize) not in self._seen:
             self._seen.add(id(parametrize))  # inside `parametrize.cached` it has weights that were made before
             self._notes.append(NumbersNote(vars(parametrize), ["_cache_enabled", "_cache"]))
@@ -364,14 +371,18 @@ def _has_version(tensor: torch.Tensor) -> bool:
     return not tensor.is_inference() and not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-@functools.cache
+# By class, the generators among the globals that its `forward` names.
+_named_generators: weakref.WeakKeyDictionary[type[nn.Module], tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
 def _generators_named_in(kind: type[nn.Module]) -> tuple[Any, ...]:
-    """Generators among the globals that the `forward` of a class names."""
-    forward = kind.forward
-    if not isinstance(forward, types.FunctionType) or is_foreign(forward.__module__):
-        return ()
-    named = (forward.__globals__.get(name) for name in forward.__code__.co_names)
-    return tuple(thing for thing in named if isinstance(thing, GENERATORS))
+    known = _named_generators.get(kind)
+    if known is None:
+        forward = kind.forward
+        is_users = isinstance(forward, types.FunctionType) and not is_foreign(forward.__module__)
+        named = [thing for _, thing in named_by(forward)] if is_users else []  # type: ignore[arg-type]  # a function
+        known = _named_generators[kind] = tuple(thing for thing in named if isinstance(thing, GENERATORS))
+    return known
 
 
 def _is_plain(value: Any) -> bool:
