@@ -18,11 +18,11 @@ from __future__ import annotations
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from functools import partial
-from inspect import Parameter, signature
+from inspect import CO_VARKEYWORDS, Parameter, signature
 from itertools import count
 from typing import Any, NoReturn, TypeVar
 
@@ -150,16 +150,25 @@ def _own_keywords(
 
     A function that takes any name is handed what cannot be meant for this one.
     """
-    try:
-        parameters = signature(function.forward if isinstance(function, nn.Module) else function).parameters
-    except (TypeError, ValueError):  # a function of C, which does not say
-        return contexts, check_rerun, kwargs
-    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-    if contexts is not _NO_CONTEXTS and ("contexts" in parameters or (takes_any and not _are_contexts(contexts))):
+    names, takes_any = _parameters_of(function)
+    if contexts is not _NO_CONTEXTS and ("contexts" in names or (takes_any and not _are_contexts(contexts))):
         contexts, kwargs = _NO_CONTEXTS, {**kwargs, "contexts": contexts}
-    if check_rerun is not None and ("check_rerun" in parameters or (takes_any and not isinstance(check_rerun, bool))):
+    if check_rerun is not None and ("check_rerun" in names or (takes_any and not isinstance(check_rerun, bool))):
         check_rerun, kwargs = None, {**kwargs, "check_rerun": check_rerun}
     return contexts, check_rerun, kwargs
+
+
+def _parameters_of(function: Any) -> tuple[Sequence[str], bool]:
+    """The names of a function's parameters, and whether it takes any other."""
+    called = type(function).forward if isinstance(function, nn.Module) else function
+    code = getattr(called, "__code__", None)
+    if code is not None and not hasattr(called, "__wrapped__"):  # to ask for a signature takes 20 microseconds
+        return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], bool(code.co_flags & CO_VARKEYWORDS)
+    try:
+        parameters = signature(called).parameters
+    except (TypeError, ValueError):  # a function of C, which does not say
+        return (), False
+    return tuple(parameters), any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _are_contexts(contexts: Any) -> bool:
@@ -456,7 +465,7 @@ class _Call:
         """Run the function again, and put the tensors that it saves into `store`."""
         if self._owners is not None and self._noted.count >= 0:
             self._owners.check()
-        growth = first_look(self._function, *(self._arguments if self._structure is not None else ()))
+        growth = first_look(self._function, *(() if self._structure is None else self._arguments))
         rerun = _Rerun(self._noted, stops=self._early_stop or self._noted.count < 0, error=self._explained)
         try:
             self._run(rerun.hook(), rerun.saved, rerun.finish)
