@@ -92,9 +92,9 @@ def _key_of(thing: Any) -> Any:
 
 
 def _remember(key: Any) -> None:
-    number = id(key)
+    number, forget = id(key), _looked.pop  # what is referred to may outlive our names
     try:
-        _looked[number] = weakref.ref(key, lambda _: _looked.pop(number, None))
+        _looked[number] = weakref.ref(key, lambda _: forget(number, None))
     except TypeError:  # of a kind that cannot be referred to, such as a function of C
         _looked[number] = lambda: key  # type: ignore[assignment]  # kept for good: there are few
 

@@ -59,9 +59,8 @@ from lowtide.torch.state.notes import (
     needs_grad,
     same_entries,
 )
+from lowtide.torch.state.plain_modules import MODULE_INTERNALS, plain_modules
 
-# Attributes that every module has, and which are torch's.
-MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _ANY = float("inf")
 _MOST_DEPTH = 8  # of containers and objects in each other
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -201,18 +200,25 @@ class Owners:
         if isinstance(module, torch.jit.ScriptModule):
             self._notes.append(VersionsNote(list(module.parameters())))
             return
-        pending = [module]
+        pending, owned = [module], []
         while pending:
             module = pending.pop()
             if id(module) not in self._called:
                 self._called.add(id(module))
-                owned = [p for p in module._parameters.values() if p is not None and _has_version(p)]
-                if owned:
-                    self._notes.append(VersionsNote(owned))
+                owned += [p for p in module._parameters.values() if p is not None and _has_version(p)]
                 pending += [child for child in module._modules.values() if child is not None]
+        if owned:
+            self._notes.append(VersionsNote(owned))
 
     def _take_part(self, module: nn.Module) -> None:
         """A module takes part with all that is inside, called or only read."""
+        plain = plain_modules(module, _has_more_to_note)
+        if plain is not None:
+            self._notes.append(plain)
+            self._seen.update(plain.ids)
+            for inside in plain.with_tensors:
+                self._note_module(inside)
+            return
         pending = [module]
         while pending:
             module = pending.pop()
@@ -393,6 +399,13 @@ def _generators_named_in(kind: type[nn.Module]) -> tuple[Any, ...]:
         return ()
     named = (forward.__globals__.get(name) for name in forward.__code__.co_names)
     return tuple(thing for thing in named if isinstance(thing, GENERATORS))
+
+
+def _has_more_to_note(module: nn.Module) -> bool:
+    """Whether a module has tensors that a run may write to, or names random generators."""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    steady = all(parameter.requires_grad and _has_version(parameter) for parameter in parameters)
+    return bool(module._buffers) or not steady or bool(_generators_named_in(type(module)))
 
 
 def _entries(container: Any) -> list[tuple[Any, Any]]:
