@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from lowtide.torch.state.finding import Finds, named_by, names_in
 from lowtide.torch.state.generators import KINDS as GENERATORS
-from lowtide.torch.state.structure import is_foreign, is_iterator, is_plain_object, slots_of
+from lowtide.torch.state.structure import MODULE_INTERNALS, is_foreign, is_iterator, is_plain_object, slots_of
 
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _COUNTERS = frozenset({bool, int, float})
@@ -36,7 +36,6 @@ _MOST_ENTRIES = 1000  # of a container whose numbers are looked at; of a longer 
 _MOST_BYTES = 1024  # of an array
 # Whoever names one of these may read what somebody writes meanwhile.
 _OUTSIDE = frozenset({"open", "environ", "getenv", "read_text", "readline"})
-_INTERNALS = frozenset(nn.Module().__dict__)
 _REPEATED = (*_NUMBERS, nn.Module, torch.Tensor, list, tuple, dict, set, deque, np.ndarray, array, bytearray, type)
 _ALWAYS: Any = object()  # what cannot be looked at without changing it, and is taken to move
 
@@ -74,7 +73,7 @@ class Things:
         for module in self._modules:
             for name, value in list(vars(module).items()):
                 repeated = isinstance(value, _REPEATED) or is_iterator(value) or is_plain_object(type(value))
-                if name not in _INTERNALS and not repeated:
+                if name not in MODULE_INTERNALS and not repeated:
                     yield f"{type(module).__name__}.{name}", value
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
