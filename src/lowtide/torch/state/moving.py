@@ -16,6 +16,7 @@ import random
 import threading
 import types
 import warnings
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -66,7 +67,7 @@ class Things:
         for thing in self._finds.objects:  # numbers and tensors of it are repeated, its containers are not
             repeated = (*_NUMBERS, torch.Tensor)
             own = {key: part for key, part in _own_attributes(thing).items() if not isinstance(part, repeated)}
-            yield from _entries(type(thing).__name__, own)
+            yield from _entries("self", own)
 
     def _not_repeated(self) -> Iterator[tuple[str, Any]]:
         """What modules have that is none of the kinds which are repeated for a rerun: files, schedulers, and so on."""
@@ -124,6 +125,8 @@ def _sign_of_cell(cell: types.CellType) -> Any:
 
 def _within(name: str, value: Any, function: types.FunctionType | None) -> Iterator[tuple[str, Any]]:
     """A value and its attributes, two levels down where these are plain objects."""
+    if type(value) in weakref.ProxyTypes:  # to look at one may fail
+        return
     yield name, value
     for path, part in _entries(name, _attributes_of(value, function)):
         yield path, part
@@ -132,7 +135,8 @@ def _within(name: str, value: Any, function: types.FunctionType | None) -> Itera
 
 
 def _entries(name: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"{name}.{key}", part) for key, part in list(entries.items()) if not key.startswith("__"))
+    own = ((key, part) for key, part in list(entries.items()) if not key.startswith("__"))
+    return ((f"{name}.{key}", part) for key, part in own if type(part) not in weakref.ProxyTypes)
 
 
 def _own_attributes(thing: Any) -> dict[str, Any]:

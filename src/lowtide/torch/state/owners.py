@@ -187,7 +187,8 @@ class Owners:
         if isinstance(module, torch.jit.ScriptModule):
             self._notes.append(VersionsNote(list(module.parameters())))
             return
-        pending, owned = [module], []
+        pending = [module]
+        owned: list[torch.Tensor] = []
         while pending:
             module = pending.pop()
             if id(module) not in self._called:
