@@ -668,10 +668,10 @@ def test_values_do_not_matter_to_tensors_without_any() -> None:
 
 
 def test_the_cache_of_likenesses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "_MOST_LIKENESSES", 0)
-    for size in range(1, 4):
-        lt.checkpoint(torch.sin, torch.ones(size, requires_grad=True)).sum().backward()
-    assert len(call._likenesses) <= 1
+    monkeypatch.setattr(call, "_MOST_ROWS", 1)
+    for count in range(1, 5):
+        lt.checkpoint(lambda x, count=count: sum(x.sin() for _ in range(count)), _leaf()).sum().backward()
+        assert len(call._rows) <= 1
 
 
 def test_statistics_in_large_tensors_are_copied_until_they_are_known_to_stay() -> None:

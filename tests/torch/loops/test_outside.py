@@ -25,13 +25,13 @@ class Surrogate(torch.autograd.Function):
     """A spike whose gradient has a slope that is a number."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, slope: float) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, slope: float) -> torch.Tensor:
         ctx.slope = slope
         ctx.save_for_backward(x)
         return (x >= 0).to(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return grad * ctx.slope * (1 - x.abs()).clamp(min=0), None
 
@@ -146,7 +146,7 @@ def test_truncated_backpropagation_by_a_counter_in_a_closure(steers: str) -> Non
                 h = h.detach()
             h = torch.tanh(layer(x) + h)
             y = Surrogate.apply(h - 0.1, 1 / (1 + t)) if steers == "slope" else h  # type: ignore[no-untyped-call]
-            return h, y * (t % 4 == 0) if steers == "value" else y
+            return h, y * float(t % 4 == 0) if steers == "value" else y
 
         return step, list(layer.parameters())
 
@@ -174,7 +174,7 @@ def test_a_parameter_without_grad_is_state() -> None:
             self.count = nn.Parameter(torch.zeros(()), requires_grad=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.count += 1
+            self.count.add_(1)
             out: torch.Tensor = self.layer(x) * (self.count % 3)
             return out
 
@@ -251,7 +251,8 @@ def _late_list() -> nn.Module:
 def test_state_that_begins_to_change_late(make: Callable[[], nn.Module]) -> None:
     for options in OPTIONS[:5]:
         outcomes = []
-        for loop in (lt.for_loop, partial(lt.checkpointed_for_loop, **options)):
+        loops: list[Callable[..., Any]] = [lt.for_loop, partial(lt.checkpointed_for_loop, **options)]
+        for loop in loops:
             torch.manual_seed(0)
             net = make()
             ys = loop(net, torch.randn(12, 3, 4))

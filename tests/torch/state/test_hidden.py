@@ -190,7 +190,7 @@ def test_a_state_that_first_changes_late_is_carried_from_then_on() -> None:
     for named in ((), ("gain",)):
         for options in ({"base": 9}, {"checkpoints": 3}, {"budget": "30%"}, {}):
             net.k, net.gain = torch.zeros(()), torch.ones(3)
-            ys = lt.checkpointed_for_loop(net, xs, hidden=named, **options)  # type: ignore[arg-type]  # options vary
+            ys = lt.checkpointed_for_loop(net, xs, hidden=named, **options)
             assert same_bits(ys, expected)
             assert same_bits(torch.autograd.grad(ys.sum(), net.w)[0], wanted)
             assert torch.equal(net.gain, again.gain)

@@ -34,11 +34,13 @@ from lowtide.checks import function as check_function
 from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient
-from lowtide.torch.state.arguments import KeptTensors, Structure
+from lowtide.torch.state.arguments import KeptTensors
 from lowtide.torch.state.generators import Generators
+from lowtide.torch.state.growth import first_look
 from lowtide.torch.state.mismatch import Differs, Likeness, Naming, Place, in_words
 from lowtide.torch.state.owners import Owners, begin_meeting, end_meeting
 from lowtide.torch.state.samples import Sample, compare_later, may_be_unfilled, sample_of, whole_sample_of
+from lowtide.torch.state.structure import Structure
 
 Result = TypeVar("Result")
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -232,18 +234,17 @@ def _stop() -> NoReturn:
     raise _Stop
 
 
-# Equal likenesses (shape, dtype, device) are interned, and so are rows of them, because most calls are like the one
-# before: a call then costs a reference instead of a tuple for each saved tensor.
-_likenesses: dict[Likeness, Likeness] = {}
-_rows: dict[int, tuple[Likeness, ...]] = {}  # by length, the latest row
-_intern = _likenesses.setdefault
-_MOST_LIKENESSES = 10_000  # that are interned; above that the cache is cleared
+# By length, the latest row of likenesses (shape, dtype, device). Most calls are like the one before: such a call costs a
+# reference instead of a tuple for each saved tensor.
+_rows: dict[int, tuple[Likeness, ...]] = {}
+_MOST_ROWS = 1_000  # above that they are forgotten
+_INTS = {int}
 
 
 class _Noted:
     """What the first run notes of the tensors that autograd saves: their number, likeness, samples and places."""
 
-    __slots__ = ("_places", "_sample", "_waiting", "count", "exempt", "late", "likes", "samples")
+    __slots__ = ("_places", "_waiting", "count", "exempt", "late", "likes", "sample", "samples")
 
     def __init__(self, uncompared: bool, check_rerun: bool | None, debug: bool) -> None:
         self.count = -1  # how many there are; -1 until the first run is over
@@ -251,32 +252,34 @@ class _Noted:
         self.samples: Any = None if check_rerun is False or (uncompared and not check_rerun) else []
         self.late: dict[int, Sample] = {}  # second samples, by number, of tensors that may have been filled since
         self.exempt: set[int] = set()  # numbers of tensors that no two runs have alike
-        self._sample = whole_sample_of if check_rerun else sample_of
+        self.sample = whole_sample_of if check_rerun else sample_of  # as the first run takes them
         self._waiting: list[tuple[int, torch.Tensor]] = []  # for that
         self._places: list[Place] | Iterator[int] | None = [] if debug else None
 
     def hook(self) -> Callable[[torch.Tensor], int]:
         """The first run's pack hook."""
-        if len(_likenesses) > _MOST_LIKENESSES:  # a program whose shapes never repeat
-            _likenesses.clear()
         if self.likes is not None and self.samples is not None and self._places is None:
-            return self._pack
+            return self._usual_hook()
         if self.likes is None and self.samples is None and self._places is None:
             # `next(counter, tensor)` takes the tensor as its default and drops it, without running any Python.
             self._places = count()
             return partial(next, self._places)
         return self._pack_some
 
-    def _pack(self, tensor: torch.Tensor) -> int:
-        """Note a tensor's likeness and sample: the usual case, and quick."""
-        like = (tensor.shape, tensor.dtype, tensor.device)
-        self.likes.append(_intern(like, like))
-        samples = self.samples
-        samples.append(self._sample(tensor))
-        number = len(samples) - 1
-        if self._waiting or not tensor.requires_grad:
-            self._wait(number, tensor)
-        return number
+    def _usual_hook(self) -> Callable[[torch.Tensor], int]:
+        """The hook that notes likeness and sample, and is quick. The graph keeps it: its lists are emptied in the end."""
+        samples, waiting = self.samples, self._waiting
+        add_like, add_sample, sample, wait = self.likes.append, samples.append, self.sample, self._wait
+
+        def pack(tensor: torch.Tensor) -> int:
+            add_like((tensor.shape, tensor.dtype, tensor.device))
+            add_sample(sample(tensor))
+            number = len(samples) - 1
+            if waiting or not tensor.requires_grad:
+                wait(number, tensor)
+            return number
+
+        return pack
 
     def _pack_some(self, tensor: torch.Tensor) -> int:
         """Note what is asked for."""
@@ -284,7 +287,7 @@ class _Noted:
         if self.likes is not None:
             self.likes.append(_like(tensor))
         if self.samples is not None:
-            self.samples.append(self._sample(tensor))
+            self.samples.append(self.sample(tensor))
             self._wait(number, tensor)
         if isinstance(self._places, list):
             self._places.append(Place())
@@ -299,7 +302,7 @@ class _Noted:
     def _look_again(self, below: int) -> None:
         while self._waiting and self._waiting[0][0] < below:
             number, tensor = self._waiting.pop(0)
-            self.late[number] = self._sample(tensor)
+            self.late[number] = self.sample(tensor)
 
     def so_far(self) -> int:
         """How many tensors the first run has saved, now or by its end."""
@@ -314,18 +317,19 @@ class _Noted:
         """The first run is over."""
         self.count = self.so_far()
         self._look_again(self.count)
-        if self.samples is not None and all(type(sample) is int for sample in self.samples):
-            self.samples = array("Q", self.samples)
+        if self.samples is not None:
+            taken = self.samples
+            self.samples = array("Q", taken) if set(map(type, taken)) <= _INTS else tuple(taken)
+            taken.clear()
         if self.likes is not None:
             row = tuple(self.likes)
+            self.likes.clear()
             usual = _rows.setdefault(len(row), row)
             if usual != row:
                 _rows[len(row)] = usual = row
+            if len(_rows) > _MOST_ROWS:
+                _rows.clear()
             self.likes = usual
-
-    def sample(self, tensor: torch.Tensor) -> Sample:
-        """A sample as the first run took them."""
-        return self._sample(tensor)
 
     def place(self, number: int) -> Place | None:
         """Where in the user's code the tensor with this number was saved, if that was noted."""
@@ -402,6 +406,7 @@ class _Call:
                 tensors.clear()
                 self._arguments = []  # until the first run begins: modules, functions and generators among them
                 self._structure = Structure(values, tensors, self._arguments)
+                self._structure.forget_originals()
                 break
         else:
             for place in self._places:
@@ -447,10 +452,9 @@ class _Call:
     def unpack(self, number: int) -> torch.Tensor:
         """The tensor that autograd saved under this number, handed out once and then released."""
         store = self.store
-        tensor = store[number] if number < len(store) else None
-        if tensor is None:
+        if number >= len(store) or (tensor := store[number]) is None:
             tensor = self._again(number)
-        store = self.store
+            store = self.store
         store[number] = None
         if tensor._version != self.versions[number]:
             raise CheckpointError(
@@ -478,6 +482,7 @@ class _Call:
         """Run the function again, and put the tensors that it saves into `store`."""
         if self._owners is not None and self._noted.count >= 0:
             self._owners.check()
+        growth = first_look(self._function, *(self._arguments if self._structure is not None else ()))
         rerun = _Rerun(self._noted, stops=self._early_stop or self._noted.count < 0, error=self._explained)
         try:
             self._run(rerun.hook(), rerun.saved, rerun.finish)
@@ -491,6 +496,8 @@ class _Call:
             self.rerun()
             return
         self.store, self.versions = rerun.saved, rerun.versions
+        if growth is not None:
+            growth.tell()
 
     def _run(
         self,
@@ -504,7 +511,7 @@ class _Call:
         """
         tensors = self._held.again()
         if self._structure is not None:
-            values = self._structure.with_tensors(tensors)
+            values = self._structure.values(tensors)
         else:
             values = list(self._arguments)
             for place, tensor in zip(self._places, tensors, strict=True):
@@ -629,12 +636,12 @@ class _Rerun:
         At the last tensor that is wanted it ends the rerun, before the operation that saves it has run; unless that
         operation may have to fill one of them yet: then at the next tensor.
         """
-        likes, late, wanted, compare = self._noted.likes, self._late, self._wanted, self._compare_soon
+        noted, late, wanted, compare = self._noted, self._late, self._wanted, self._compare_soon
         saved, append, note = self.saved, self.saved.append, self.versions.append
         ends = wanted - 1 if self._stops else -1
+        likes, samples = noted.likes, noted.samples
         # Samples of a first run that is not over yet may not have been taken.
-        sample = self._noted.sample if self._noted.count >= 0 and self._noted.samples is not None else None
-        samples = self._noted.samples
+        sample = noted.sample if noted.count >= 0 and samples is not None else None
 
         def pack(tensor: torch.Tensor) -> int:
             number = len(saved)

@@ -21,9 +21,10 @@ from lowtide.torch.state.samples import Sample, compare_later, sample_of, whole_
 _MASK = (1 << 64) - 1
 _NUMBERS = frozenset({bool, int, float, complex, str, bytes})
 _WAY_OUT = (
-    "A step has to do the same each time it runs, and gradients are not to be trusted after this error. Make the counter, "
-    "iterator or cache that it uses an attribute of a module, or part of the carry; draw random numbers from generators "
-    "that the step names, or name the generator: generators=(g,); and change nothing between forward and backward"
+    "A step has to do the same each time it runs, and gradients are not to be trusted after this error. Make the "
+    "counter, iterator or cache that it uses an attribute of a module, or part of the carry; draw random numbers from "
+    "generators that the step names, or name the generator: generators=(g,); and change nothing between forward and "
+    "backward"
 )
 
 

@@ -7,7 +7,6 @@ the state, and what steps close over, is learned from the first steps, which `pr
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from lowtide.torch.state.capture import (
 )
 from lowtide.torch.state.generators import Mark, Randomness
 from lowtide.torch.state.hidden import Hidden, HiddenState
-from lowtide.torch.state.moving import Things, collected, graph_of, moved
+from lowtide.torch.state.moving import Things, collected, graph_of, moved, warn_of_moved
 
 
 @dataclass(slots=True)
@@ -295,7 +294,7 @@ class StepRunner:
                 else:
                     column = self._first_edge(piece, k, y)
                 if proves:
-                    prove(k, (y,) if is_tensor else self.outputs.leaves(k, y))
+                    prove(k, [y] if is_tensor else self.outputs.leaves(k, y))
                 began, mark = mark, now()
                 if ends is not None or mark - began not in counts:
                     self._check_graph(piece, k, carry, y, ends, began)
@@ -453,8 +452,8 @@ class StepRunner:
         """Refuse steps that have put tensors of their graphs outside, where gradients through them would be lost."""
         if not self.proof.never and (names := collected(self._things, since)):
             raise CheckpointError(
-                f"the step puts tensors with a gradient into {', '.join(names)}, through which it would be lost; return "
-                "them as outputs instead, or put them there detached"
+                f"the step puts tensors with a gradient into {', '.join(names)}, through which it would be lost; "
+                "return them as outputs instead, or put them there detached"
             )
 
     # --- what the backward asks
@@ -601,13 +600,7 @@ class StepRunner:
     def forget_probe(self) -> None:
         """Put everything back after steps that were run to be measured, and warn of what cannot be put back."""
         self.restart()
-        if names := self._things.put_back(self._look):
-            warnings.warn(
-                f"planning ran the first steps, and with them moved {', '.join(names)}, outside the step's modules and "
-                "arguments, where it stays moved; plan before such things matter, or make them part of a module or of "
-                "the carry",
-                stacklevel=5,
-            )
+        warn_of_moved(self._things, self._look)
 
     # --- what turns out later
 

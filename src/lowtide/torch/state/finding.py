@@ -90,8 +90,8 @@ class Finds:
 
     def _find_in_module(self, module: nn.Module, depth: int) -> None:
         """Look for generators that a module has, and at what its `forward`, its hooks and its functions name."""
-        if isinstance(module, torch.jit.ScriptModule):
-            return  # nothing in it is Python's
+        if isinstance(module, torch.jit.ScriptModule):  # sees nothing of Python's
+            return
         for value in vars(module).values():
             if isinstance(value, (*GENERATORS, *FUNCTIONS)):
                 self.find(value, depth + 1)

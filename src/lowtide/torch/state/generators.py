@@ -98,7 +98,7 @@ def _python_words_are_known() -> bool:
     generator = random.Random(7)
     generator.random()
     position, *words = struct.unpack("=625I", _PythonSource(generator)._memory.raw)
-    return (*words, position) == generator.getstate()[1]
+    return bool((*words, position) == generator.getstate()[1])
 
 
 def _same(state: Any, other: Any) -> bool:

@@ -2,10 +2,10 @@
 
 It is in slots: the attributes and buffers of every module that takes part, parameters without grad, and the numbers and
 tensors of an object whose method is the step. Before the first step every slot is recorded. Whatever has changed when
-one looks again (after each of the first steps, then wherever a snapshot is taken or a tape begins) is carried from then
-on: read into snapshots, written for reruns. A slot may begin to change at any step: snapshots before that get the value
-that it had from the start. Values are structures, because the first step may find None, 0.0, an empty tensor or an empty
-list where later ones find a state.
+one looks again (after each of the first steps, then wherever a snapshot is taken or a tape begins) is carried from
+then on: read into snapshots, written for reruns. A slot may begin to change at any step: snapshots before that get the
+value that it had from the start. Values are structures, because the first step may find None, 0.0, an empty tensor or
+an empty list where later ones find a state.
 
 Changes are found by comparing values, not only versions: BatchNorm's statistics change without one. Reruns work on
 copies: the user's containers and objects are only touched by the first runs, as in a plain loop.

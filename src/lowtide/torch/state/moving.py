@@ -2,20 +2,20 @@
 
 A loop differentiates the graphs of reruns, and such a thing can change a graph without changing any value: where to
 detach, the slope of a surrogate. So the small things that a step can see are looked at before and after its first
-runs: numbers, small containers and arrays, iterators; in plain objects, and in classes, one level down. Where one moves,
-and only there, graphs of first runs and reruns are compared (`graph_of`). That something moves is no fault by itself: a
-progress bar does.
+runs: numbers, small containers and arrays, iterators; in plain objects, and in classes, one or two levels down. Where
+one moves, and only there, graphs of first runs and reruns are compared (`graph_of`). That something moves is no fault
+by itself: a progress bar does.
 """
 
 from __future__ import annotations
 
 import contextvars
-import functools
 import io
 import os
 import random
 import threading
 import types
+import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -73,9 +73,9 @@ class Things:
         """What modules have that is none of the kinds which are repeated for a rerun: files, schedulers, and so on."""
         for module in self._modules:
             for name, value in list(vars(module).items()):
-                if name not in _INTERNALS and not isinstance(value, _REPEATED) and not is_iterator(value):
-                    if not is_plain_object(type(value)):
-                        yield f"{type(module).__name__}.{name}", value
+                repeated = isinstance(value, _REPEATED) or is_iterator(value) or is_plain_object(type(value))
+                if name not in _INTERNALS and not repeated:
+                    yield f"{type(module).__name__}.{name}", value
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names of the values that are tensors or have tensors in them, with each of these."""
@@ -109,7 +109,11 @@ class Things:
                     if type(old) in _COUNTERS and type(part) in _COUNTERS and old != part:
                         setattr(value, key, old)
         now = self.look()
-        return [name for name in moved(before, now) if now.get(name) is not _ALWAYS or before.get(name) is not _ALWAYS]
+        # What was None is a cache that is filled now, and iterators may or may not have moved.
+        harmless = (_ALWAYS, repr(None))
+        return [
+            name for name in moved(before, now) if now.get(name) is not _ALWAYS and before.get(name) not in harmless
+        ]
 
 
 def _sign_of_cell(cell: types.CellType) -> Any:
@@ -173,7 +177,7 @@ def _sign_of(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.tobytes()
     if isinstance(value, np.ndarray | array | bytearray):
-        return bytes(memoryview(value).cast("B")) if _is_small(value) else None
+        return _bytes_of(value)
     if isinstance(value, list | tuple | set | deque | dict):
         return _sign_of_container(value)
     if isinstance(value, GENERATORS):
@@ -189,9 +193,9 @@ def _sign_of(value: Any) -> Any:
     return None
 
 
-def _is_small(value: Any) -> bool:
-    view = memoryview(value)
-    return view.nbytes <= _MOST_BYTES and view.contiguous and view.format not in ("O", None)
+def _bytes_of(array_: Any) -> bytes | None:
+    view = memoryview(array_)
+    return view.tobytes() if view.nbytes <= _MOST_BYTES and view.format != "O" else None
 
 
 def _sign_of_container(value: Any) -> Any:
@@ -201,6 +205,16 @@ def _sign_of_container(value: Any) -> Any:
         return (len(value), *(repr(value[k]) for k in (0, -1))) if isinstance(value, list | deque) else len(value)
     entries = list(dict.values(value)) if isinstance(value, dict) else list(value)
     return len(value), *(part if type(part) in _NUMBERS else id(part) for part in entries)
+
+
+def warn_of_moved(things: Things, before: Look) -> None:
+    """After runs for the sake of measuring: put back numbers that they moved, and warn of what cannot be put back."""
+    if names := things.put_back(before):
+        warnings.warn(
+            f"planning ran the function, and with it moved {', '.join(names)}, outside its modules and arguments, "
+            "where it stays moved; plan before such things matter, or make them part of a module or of the arguments",
+            stacklevel=3,
+        )
 
 
 # --- tensors with a gradient that are put outside
@@ -263,8 +277,10 @@ _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackwar
 
 def _numbers_of(node: Any) -> tuple[Any, ...]:
     """Numbers that an operation was given, or a custom Function has put into its context."""
-    attributes = getattr(node, "__dict__", None) or {}
-    own = [(name, repr(value)) for name, value in attributes.items() if type(value) in _NUMBERS]
+    attributes = getattr(node, "__dict__", None)
+    if attributes is not None:
+        return tuple((name, repr(value)) for name, value in attributes.items() if type(value) in _NUMBERS)
+    own = []
     for name in _saved_by(type(node)):
         raw = getattr(node, f"_raw{name}", None)
         if raw is None or getattr(raw, "unpack_hook", None) is None:  # else to look would run somebody's hook
@@ -277,7 +293,11 @@ def _numbers_of(node: Any) -> tuple[Any, ...]:
     return tuple(own)
 
 
-@functools.cache
-def _saved_by(kind: type[Node]) -> tuple[str, ...]:
+_saved_names: dict[type, tuple[str, ...]] = {}  # by torch's own classes of nodes
+
+
+def _saved_by(kind: type) -> tuple[str, ...]:
     """The names under which an operation's node has what it saved."""
-    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
+    if kind not in _saved_names:
+        _saved_names[kind] = tuple(name for name in dir(kind) if name.startswith("_saved_"))
+    return _saved_names[kind]

@@ -1,23 +1,21 @@
 """Notes of what belongs to a module, each of one thing as it was before the first run, to be put back for a rerun.
 
-A dictionary, a row, an iterator, a tensor, an array, a module: all have the same three moments. When the first run is
-over a note is settled, and keeps no more than it needs. For a rerun it is put back, and afterwards that is undone.
+Attributes, structures, tensors: all have the same three moments. When the first run is over a note is settled, and
+keeps no more than it needs. For a rerun it is put back, and afterwards that is undone.
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
-from array import array
 from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.state.bits import same_bits
+from lowtide.torch.state.structure import Structure
 
 MISSING: Any = object()
 # Tensors outside modules' buffers are copied only up to this size; a larger one may be a whole data set.
@@ -207,54 +205,42 @@ def needs_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-class RowNote(Note):
-    """A list, a deque or a set."""
+class StructureNote(Note):
+    """Attributes of modules that are more than numbers: containers, plain objects, arrays, iterators.
 
-    __slots__ = ("_before", "_owner")
+    A rerun finds copies in their places, and changes those.
+    """
 
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        self._before = list(owner)
+    __slots__ = ("_places", "_structure", "_tensors", "tensors")
+
+    def __init__(self, places: list[tuple[dict[str, Any], str]], found: list[Any]) -> None:
+        self._places = places
+        self.tensors: list[torch.Tensor] = []
+        self._structure = Structure([owner[name] for owner, name in places], self.tensors, found)
+        self._structure.forget_originals()
+        self._tensors: list[Any] = []
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
         """See `Note`."""
-        if not _same_row(self._owner, self._before):
-            self._before = [_hold(value, held) for value in self._before]
+        self._tensors, self.tensors = [_hold(tensor, held) for tensor in self.tensors], []
         return self
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
         """See `Note`."""
-        if _same_row(self._owner, self._before):
-            return self._before
-        now = list(self._owner)
-        _fill(self._owner, [_resolved(value, held) for value in self._before])
+        now = [owner.get(name, MISSING) for owner, name in self._places]
+        self._set(self._structure.values([_resolved(tensor, held) for tensor in self._tensors]))
         return now
 
     def undo(self, now: Any) -> None:
         """See `Note`."""
-        if not _same_row(self._owner, now):
-            _fill(self._owner, now)
+        self._set(now)
 
-
-class IteratorNote(Note):
-    """An iterator, which cannot be put back where it was: a copy takes its place."""
-
-    __slots__ = ("_copy", "_key", "_owner")
-
-    def __init__(self, owner: Any, key: Any, iterator: Any) -> None:
-        self._owner = owner
-        self._key = key
-        self._copy = copy.copy(iterator)
-
-    def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
-        now = self._owner[self._key]
-        self._owner[self._key] = copy.copy(self._copy)
-        return now
-
-    def undo(self, now: Any) -> None:
-        """See `Note`."""
-        self._owner[self._key] = now
+    def _set(self, values: list[Any]) -> None:
+        for (owner, name), value in zip(self._places, values, strict=True):
+            if value is MISSING:
+                owner.pop(name, None)
+            else:
+                owner[name] = value
 
 
 class SlotNote(Note):
@@ -411,26 +397,6 @@ def is_changed(tensor: torch.Tensor, version: int, copy: torch.Tensor) -> bool:
     return tensor._version != version or not same_bits(tensor, copy)
 
 
-class ArrayNote(Note):
-    """An array of numpy's or of Python's, or a bytearray."""
-
-    __slots__ = ("_array", "_before")
-
-    def __init__(self, owner: np.ndarray[Any, Any] | array[Any] | bytearray) -> None:
-        self._array: Any = owner
-        self._before = copy.copy(owner)
-
-    def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
-        now = copy.copy(self._array)
-        self._array[:] = self._before
-        return now
-
-    def undo(self, now: Any) -> None:
-        """See `Note`."""
-        self._array[:] = now
-
-
 def entries_of(owner: dict[Any, Any]) -> dict[Any, Any]:
     """A dictionary's entries as they are stored: some make something of them whenever they are asked."""
     return dict(owner) if type(owner).__getitem__ is dict.__getitem__ else dict(dict.items(owner))
@@ -441,16 +407,9 @@ def same_entries(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
     return len(now) == len(then) and all(map(is_, now.values(), then.values())) and all(map(is_, now, then))
 
 
-def _same_row(now: Any, then: list[Any]) -> bool:
-    return len(now) == len(then) and all(map(is_, now, then))
-
-
-def _fill(owner: Any, entries: Any) -> None:
+def _fill(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
     owner.clear()
-    if isinstance(owner, dict | set):
-        owner.update(entries)
-    else:
-        owner.extend(entries)
+    owner.update(entries)
 
 
 def _hold(value: Any, held: list[torch.Tensor]) -> Any:

@@ -2,11 +2,11 @@
 
 A rerun finds them as the first run found them, and afterwards they are as they were before the rerun: buffers and
 attributes change once, and a module that was switched to eval in between, or had the parameters of `functional_call`,
-runs as it ran. A module takes part if it is called, or if the function is one of its methods, closes over it or names it
-among its globals; and with it all that is inside: buffers, attributes, containers, plain objects, submodules. Objects of
-torch's own classes are not followed, because FSDP keeps its state in them. Of an object of the user's whose method is
-called, numbers, tensors, modules and generators are repeated; its containers are the user's, as is everything else that
-a function can see: nothing of that is put back, and the samples that are compared show where it mattered.
+runs as it ran. A module takes part if it is called, or if the function is one of its methods, closes over it or names
+it among its globals; and with it all that is inside: buffers, attributes, containers, plain objects, submodules.
+Objects of torch's own classes are not followed, because FSDP keeps its state in them. Of an object of the user's whose
+method is called, numbers, tensors, modules and generators are repeated; its containers are the user's, as is everything
+else that a function can see: nothing of that is put back, and the samples that are compared show where it mattered.
 
 It has to be quick, since it is done at every call: dictionaries are compared by the identity of their values, and what
 modules without state look like is remembered.
@@ -18,13 +18,10 @@ import functools
 import threading
 import types
 import weakref
-from array import array
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -33,32 +30,23 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from lowtide.errors import CheckpointError
-from lowtide.torch.state.arguments import (
-    ATOMS,
-    GENERATORS,
-    MOST_ENTRIES,
-    holds_modules,
-    is_foreign,
-    is_iterator,
-    is_plain_object,
-    slots_of,
-)
+from lowtide.torch.state.finding import named_by
+from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.notes import (
     SMALL,
-    ArrayNote,
     ContentsNote,
-    IteratorNote,
     MappingNote,
     ModuleNote,
     Note,
     NumbersNote,
-    RowNote,
     SlotNote,
+    StructureNote,
     VersionsNote,
     may_be_copied,
     needs_grad,
     same_entries,
 )
+from lowtide.torch.state.structure import ATOMS, is_foreign, is_plain_object, slots_of
 
 # Attributes that every module has, and which are torch's.
 MODULE_INTERNALS = frozenset(nn.Module().__dict__)
@@ -97,7 +85,7 @@ def _known_of(module: nn.Module) -> _Known:
 class Owners:
     """Notes of one call. Make it, `find_call`, run between `begin_meeting` and `end_meeting`, `finish`."""
 
-    __slots__ = ("_called", "_hooked", "_notes", "_roots", "_seen", "follow", "is_lazy", "meets")
+    __slots__ = ("_called", "_hooked", "_notes", "_odd", "_roots", "_seen", "follow", "is_lazy", "meets")
 
     def __init__(self, follow: Callable[[Any], None]) -> None:
         self.follow = follow  # is handed every random generator
@@ -108,6 +96,7 @@ class Owners:
         self._seen: set[int] = set()
         self._called: set[int] = set()  # modules whose parameters are watched
         self._notes: list[Note] = []
+        self._odd: list[tuple[dict[str, Any], str]] = []  # attributes of modules found, to be noted together
         self._roots: list[nn.Module] = []  # for messages
 
     # --- finding
@@ -118,6 +107,7 @@ class Owners:
             owners.find(function)
             for thing in held:
                 owners.find(thing)
+            owners._note_odd()
 
     def find(self, thing: Any, depth: int = 0) -> None:
         """Note a module, an object that is called or whose method is, or what a function closes over."""
@@ -149,23 +139,12 @@ class Owners:
             held = [function.func, *function.args, *function.keywords.values()]
         elif isinstance(function, types.MethodType):
             held = [function.__func__]
-            owner = function.__self__
-            if isinstance(owner, nn.Module):
-                calls = function.__name__ == "forward" and depth == 0  # a call of the module, without its hooks
-                self._find_module(owner, is_called=calls)
-            elif is_plain_object(type(owner)):
-                self._find_object(owner)
+            # A module's own `forward` is a call of the module, without its hooks.
+            self._find_owner(function.__self__, is_called=function.__name__ == "forward" and depth == 0)
         elif is_foreign(function.__module__):
             return
         else:
-            held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-            for cell in function.__closure__ or ():
-                try:
-                    held.append(cell.cell_contents)
-                except ValueError:  # not bound yet
-                    continue
-            named = map(function.__globals__.get, function.__code__.co_names)
-            held += [thing for thing in named if type(thing) not in ATOMS]
+            held = [thing for _, thing in named_by(function) if type(thing) not in _NUMBERS]
         for thing in held:
             if isinstance(thing, _FOLLOWED):
                 self.find(thing, depth + 1)
@@ -173,6 +152,13 @@ class Owners:
                 for value in list(getattr(thing, "__dict__", {}).values()):
                     if isinstance(value, _HELD):
                         self.find(value, depth + 1)
+
+    def _find_owner(self, owner: Any, *, is_called: bool) -> None:
+        """What a method is bound to."""
+        if isinstance(owner, nn.Module):
+            self._find_module(owner, is_called=is_called)
+        elif is_plain_object(type(owner)):
+            self._find_object(owner)
 
     def _find_object(self, thing: Any) -> None:
         """An object of the user's whose method is called."""
@@ -195,6 +181,7 @@ class Owners:
     def meet(self, module: nn.Module) -> None:
         """A module is about to be called."""
         self._find_module(module, is_called=True)
+        self._note_odd()
 
     def _watch_parameters(self, module: nn.Module) -> None:
         """Parameters of a module that is called, and of those inside, have to stay what they are."""
@@ -207,7 +194,7 @@ class Owners:
             if id(module) not in self._called:
                 self._called.add(id(module))
                 # One without grad may be a counter: it is noted with its contents.
-                owned = [
+                owned: list[torch.Tensor] = [
                     p
                     for p in module._parameters.values()
                     if p is not None and _has_version(p) and (p.requires_grad or not may_be_copied(p, SMALL))
@@ -245,14 +232,23 @@ class Owners:
             known.steady.clear()
         odd: list[str] = []
         if not same_entries(attributes, known.attributes):
-            odd = [k for k, v in attributes.items() if k not in MODULE_INTERNALS and _may_hold(v)]
+            odd = [k for k, v in attributes.items() if k not in MODULE_INTERNALS and not _is_plain(v)]
             # What holds objects is not remembered: they may hold the module, which would then never be freed.
             known.attributes = {} if odd or any(attributes[name] for name in _OBJECTS) else dict(attributes)
         self._notes.append(ModuleNote(attributes, known.attributes or dict(attributes)))
         if "_is_fsdp_managed_module" in attributes:
             odd = [key for key in odd if not needs_grad(attributes[key])]
         for key in odd:
-            self._note_value(attributes, key, attributes[key], 0, known)
+            self._note_attribute(attributes, key, known)
+        self._note_registered(module, known)
+        for generator in _generators_named_in(type(module)):
+            self.find(generator)
+        for name in _HOOKS:
+            for hook in attributes[name].values():
+                self.find(hook)
+
+    def _note_registered(self, module: nn.Module, known: _Known) -> None:
+        """Note buffers, parameters without grad, and weights that parametrisations have made before."""
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.requires_grad and may_be_copied(parameter, SMALL):
                 self._notes.append(ContentsNote(parameter, (known.steady, name)))
@@ -260,55 +256,38 @@ class Owners:
             if buffer is not None and id(buffer) not in self._seen:
                 self._seen.add(id(buffer))
                 self._note_tensor(buffer, SMALL if name in known.steady else _ANY, (known.steady, name))
-        for generator in _generators_named_in(type(module)):
-            self.find(generator)
-        for name in _HOOKS:
-            for hook in attributes[name].values():
-                self.find(hook)
         if "parametrizations" in module._modules and id(parametrize) not in self._seen:
             self._seen.add(id(parametrize))  # inside `parametrize.cached` it has weights that were made before
             self._notes.append(NumbersNote(vars(parametrize), ["_cache_enabled", "_cache"]))
             self._notes.append(MappingNote(parametrize._cache))
 
-    def _note_value(self, owner: Any, key: Any, value: Any, depth: int, known: _Known | None = None) -> None:
-        """A value that a module has, by way of containers and plain objects."""
-        if not _may_hold(value) or id(value) in self._seen or depth > _MOST_DEPTH:
-            return
+    def _note_attribute(self, attributes: dict[str, Any], key: str, known: _Known) -> None:
+        """Note an attribute of a module that is not a plain number."""
+        value = attributes[key]
         if isinstance(value, nn.Module):
             self._take_part(value)
-        elif isinstance(value, _FUNCTIONS):
-            self.find(value, depth + 1)
         elif isinstance(value, torch.Tensor):
-            steady = None if known is None else (known.steady, key)
-            self._note_tensor(value, SMALL if known is None or key in known.steady else _ANY, steady)
+            self._note_tensor(value, SMALL if key in known.steady else _ANY, (known.steady, key))
         elif isinstance(value, GENERATORS):
-            self.follow(value)
-        elif is_iterator(value):
-            self._notes.append(IteratorNote(owner, key, value))
+            self.find(value)
         else:
-            self._seen.add(id(value))
-            self._note_contents(value, depth)
+            self._odd.append((attributes, key))
 
-    def _note_contents(self, value: Any, depth: int) -> None:
-        if isinstance(value, tuple):
-            for part in value:
-                self._note_value(None, None, part, depth + 1)
-        elif isinstance(value, list | dict | set | deque):
-            if len(value) <= MOST_ENTRIES:
-                self._notes.append(MappingNote(value) if isinstance(value, dict) else RowNote(value))
-                for key, part in _entries(value):
-                    self._note_value(value, key, part, depth + 1)
-        elif isinstance(value, np.ndarray | array | bytearray):
-            if memoryview(value).nbytes <= SMALL and not memoryview(value).readonly:
-                self._notes.append(ArrayNote(value))
-        elif is_plain_object(type(value)) and not holds_modules(value):
-            for descriptor in slots_of(value):
-                self._notes.append(SlotNote(value, descriptor))
-            attributes = getattr(value, "__dict__", None)
-            if attributes is not None:
-                self._notes.append(MappingNote(attributes))
-                for key, part in list(attributes.items()):
-                    self._note_value(attributes, key, part, depth + 1)
+    def _note_odd(self) -> None:
+        """Note attributes that are more than numbers, of all modules found since, together: they may share objects."""
+        if self._odd:
+            found: list[Any] = []
+            note = StructureNote(self._odd, found)
+            self._notes.append(note)
+            self._odd = []
+            for tensor in note.tensors:
+                if id(tensor) not in self._seen:
+                    self._seen.add(id(tensor))
+                    self._note_tensor(tensor, SMALL)
+            for thing in found:
+                if isinstance(thing, _HELD):
+                    self.find(thing, 1)
+            self._note_odd()
 
     def _note_tensor(self, tensor: torch.Tensor, most: float, steady: tuple[set[str], str] | None = None) -> None:
         if may_be_copied(tensor, most):
@@ -380,13 +359,6 @@ _HELD = (nn.Module, *GENERATORS)
 _FOLLOWED = (*_HELD, *_FUNCTIONS)
 
 
-def _may_hold(value: Any) -> bool:
-    """Whether a value that a module has may be changed, or hold what may be: functions of the user's close over it."""
-    if type(value) not in ATOMS:
-        return True
-    return isinstance(value, types.FunctionType | types.MethodType) and not is_foreign(value.__module__)
-
-
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -399,19 +371,23 @@ def _has_version(tensor: torch.Tensor) -> bool:
     return not tensor.is_inference() and not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-@functools.cache
+# By class, the generators among the globals that its `forward` names.
+_named_generators: weakref.WeakKeyDictionary[type[nn.Module], tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
 def _generators_named_in(kind: type[nn.Module]) -> tuple[Any, ...]:
-    """Generators among the globals that the `forward` of a class names."""
-    forward = kind.forward
-    if not isinstance(forward, types.FunctionType) or is_foreign(forward.__module__):
-        return ()
-    named = (forward.__globals__.get(name) for name in forward.__code__.co_names)
-    return tuple(thing for thing in named if isinstance(thing, GENERATORS))
+    known = _named_generators.get(kind)
+    if known is None:
+        forward = kind.forward
+        is_users = isinstance(forward, types.FunctionType) and not is_foreign(forward.__module__)
+        named = [thing for _, thing in named_by(forward)] if is_users else []  # type: ignore[arg-type]  # a function
+        known = _named_generators[kind] = tuple(thing for thing in named if isinstance(thing, GENERATORS))
+    return known
 
 
-def _entries(container: Any) -> list[tuple[Any, Any]]:
-    # As they are stored: some dictionaries make something of an entry whenever they are asked.
-    return list(dict.items(container) if isinstance(container, dict) else enumerate(container))
+def _is_plain(value: Any) -> bool:
+    """Whether nothing can be changed in an attribute, nor in what it holds."""
+    return type(value) in ATOMS or (type(value) is tuple and all(type(part) in ATOMS for part in value))
 
 
 def _ignore(_: Any) -> None:

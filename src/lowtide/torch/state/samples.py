@@ -31,7 +31,10 @@ _WORKSPACE = torch.uint8  # what kernels save for themselves, parts of which the
 _WHOLE = 4096  # bytes up to which memory is read whole
 _NUMBERS = 1024  # read of anything larger, at least
 _checksum = zlib.crc32
-_read = ctypes.string_at
+# Like `ctypes.string_at`, without its detour by Python.
+_read = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
 # Memory at an address. An array type of ctypes would do, too, but makes a class for each size, which is a cycle.
 _memory_at: Any = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_at.restype, _memory_at.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -55,7 +58,7 @@ def sample_of(tensor: torch.Tensor) -> Sample:
 
 def _sample_of_memory(tensor: torch.Tensor, size: int) -> int:
     """The sample of a tensor on the CPU that is large, or not contiguous."""
-    if not tensor.is_contiguous() and not _is_dense(tensor):
+    if not tensor.is_contiguous() and not _is_dense(tensor.shape, tensor.stride()):
         gathered = _spread(tensor.detach())
         return _checksum(_read(gathered.data_ptr(), gathered.nbytes))
     if size <= _WHOLE:
@@ -99,12 +102,13 @@ _SPARSE: dict[torch.layout, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has its memory to itself, without gaps: a transposed one has."""
+@functools.lru_cache(maxsize=4096)
+def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether such a tensor has its memory to itself, without gaps: a transposed one has."""
     span = 1
-    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+    for length, stride in zip(shape, strides, strict=True):
         span += (length - 1) * stride
-    return span == tensor.numel()
+    return span == shape.numel()
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 Containers, arrays, iterators and plain objects are copied, what occurs twice stays one, and tensors are taken out. From
 such a structure the value can be made anew, any number of times, so that a rerun finds it as it was while the user's
-own objects are not touched; or the very objects that it was taken from can be given the contents that they had. Modules,
-functions, generators and objects of torch's, numpy's and Python's own classes are what they are, and are not copied.
+own objects are not touched; or the very objects that it was taken from can be given the contents that they had.
+Modules, functions, generators and objects of torch's, numpy's and Python's own classes are what they are, and are not
+copied.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import weakref
 from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -43,7 +45,8 @@ _CONTAINERS = (list, dict, set, deque)
 _ARRAYS = (np.ndarray, array, bytearray)
 _SMALL_ARRAY = 1024 * 1024  # bytes
 # Iterators of which a copy goes on where they are. Those that stand on other iterators share them with their copies.
-_ITERATORS = (itertools.count, itertools.repeat, *(type(iter(row)) for row in ([], (), "", range(0))))
+_ROWS: tuple[Iterable[Any], ...] = ([], (), "", range(0))
+_ITERATORS: tuple[type, ...] = (itertools.count, itertools.repeat, *(type(iter(row)) for row in _ROWS))
 
 Leaf = Callable[[Any], Any]
 _Memo = dict[int, tuple[Any, Any]]  # by the identity of an original: itself, and its twin
@@ -59,9 +62,18 @@ def is_foreign(module_name: str | None) -> bool:
     return file is None or file.startswith(_STDLIB)  # somebody's own `trace.py` is not
 
 
-@functools.cache
-def is_plain_object(kind: type) -> bool:
+_plain_kinds: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
+def is_plain_object(kind: type[Any]) -> bool:
     """Whether instances of the class are objects of the user's that keep attributes."""
+    known = _plain_kinds.get(kind)
+    if known is None:
+        known = _plain_kinds[kind] = _keeps_attributes(kind)
+    return known
+
+
+def _keeps_attributes(kind: type[Any]) -> bool:
     if issubclass(kind, _KEEPERS):
         return True
     if is_foreign(kind.__module__) or issubclass(kind, nn.Module | torch.Tensor | type | BaseException | Enum):
@@ -176,18 +188,21 @@ def _copied(value: Any, leaf: Leaf, memo: _Memo, depth: int) -> Any:
     if isinstance(value, _CONTAINERS):
         return value if len(value) > MOST_ENTRIES else _copied_container(value, inner, memo)
     if isinstance(value, _ARRAYS):
-        if memoryview(value).nbytes > _SMALL_ARRAY:
-            return value
-        twin = copy.copy(value)
-    elif is_iterator(value):
+        return _copied_array(value, memo)
+    if is_iterator(value):
         return copy.copy(value)
-    elif is_plain_object(kind) and not holds_modules(value):
-        twin = (kind if issubclass(kind, types.SimpleNamespace) else object).__new__(kind)
+    if is_plain_object(kind) and not holds_modules(value):
+        twin: Any = (kind if issubclass(kind, types.SimpleNamespace) else object).__new__(kind)
         memo[id(value)] = (value, twin)
         _fill_attributes(twin, value, inner)
         return twin
-    else:
-        return leaf(value)
+    return leaf(value)
+
+
+def _copied_array(value: Any, memo: _Memo) -> Any:
+    if memoryview(value).nbytes > _SMALL_ARRAY:
+        return value
+    twin = copy.copy(value)
     memo[id(value)] = (value, twin)
     return twin
 
@@ -198,7 +213,7 @@ def _rebuilt(value: Any, parts: Iterable[Any]) -> Any:
 
 
 def _copied_container(value: Any, inner: Leaf, memo: _Memo) -> Any:
-    kind = type(value)
+    kind: Any = type(value)
     twin = kind.__new__(kind)
     if isinstance(value, deque):
         deque.__init__(twin, maxlen=value.maxlen)
@@ -228,18 +243,15 @@ def _fill_attributes(twin: Any, value: Any, inner: Leaf) -> None:
         vars(twin).clear()
         vars(twin).update(attributes)
     for descriptor in slots_of(value):
-        try:
-            part = descriptor.__get__(value)
-        except AttributeError:  # not set
-            continue
-        descriptor.__set__(twin, inner(part))
+        with suppress(AttributeError):  # not set
+            descriptor.__set__(twin, inner(descriptor.__get__(value)))
 
 
 def _refill(original: Any, twin: Any, inner: Leaf) -> None:
     """Give an object the contents of its twin again."""
     if isinstance(original, _CONTAINERS):
-        clear = next(kind for kind in _CONTAINERS if isinstance(original, kind)).clear
-        clear(original)
+        base: Any = next(kind for kind in _CONTAINERS if isinstance(original, kind))
+        base.clear(original)
         _fill_container(original, twin, inner)
     elif isinstance(original, np.ndarray):
         original[...] = twin
@@ -260,35 +272,31 @@ def _alike(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
     if kind in ATOMS:
         return bool(one == other or one != one)
     seen.add((id(one), id(other)))
-
-    def parts_alike(ones: Iterable[Any], others: Iterable[Any]) -> bool:
-        return all(_alike(a, b, seen) for a, b in zip(ones, others, strict=True))
-
-    if isinstance(one, tuple | list | deque):
-        return len(one) == len(other) and parts_alike(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and parts_alike(dict.values(one), dict.values(other))
+    if isinstance(one, np.ndarray):
+        return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
     if isinstance(one, set | array | bytearray):
         return bool(one == other)
-    if isinstance(one, np.ndarray):
-        return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
     if is_iterator(one):
-        return _where(one) == _where(other)
-    if is_plain_object(kind):
-        return attributes_alike(one, other, parts_alike)
-    return False
+        return bool(_where(one) == _where(other))
+    ours, theirs = _inside(one), _inside(other)
+    if ours is None or theirs is None:
+        return False
+    return list(ours) == list(theirs) and all(map(_alike, ours.values(), theirs.values(), itertools.repeat(seen)))
 
 
-def attributes_alike(one: Any, other: Any, parts_alike: Callable[[Iterable[Any], Iterable[Any]], bool]) -> bool:
-    """Whether two objects of one class have the same attributes."""
-    attributes, others = (dict(getattr(thing, "__dict__", {})) for thing in (one, other))
-    for descriptor in slots_of(one):
-        for thing, into in ((one, attributes), (other, others)):
-            try:
-                into[descriptor] = descriptor.__get__(thing)
-            except AttributeError:  # not set
-                continue
-    return list(attributes) == list(others) and parts_alike(attributes.values(), others.values())
+def _inside(value: Any) -> dict[Any, Any] | None:
+    """What is inside a container or a plain object, by place; None for anything else."""
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    if isinstance(value, tuple | list | deque):
+        return dict(enumerate(value))
+    if not is_plain_object(type(value)):
+        return None
+    attributes = dict(getattr(value, "__dict__", {}))
+    for descriptor in slots_of(value):
+        with suppress(AttributeError):  # not set
+            attributes[descriptor] = descriptor.__get__(value)
+    return attributes
 
 
 def _where(iterator: Any) -> Any:
@@ -336,22 +344,20 @@ def _parts_of(value: Any) -> Iterator[tuple[Callable[[Any], None] | None, Any]]:
     """What is inside a value, in the order of copying, each with a function that puts another thing in its place."""
     if isinstance(value, tuple | set):
         yield from ((None, part) for part in value)
-    elif isinstance(value, list | deque):
-        if len(value) <= MOST_ENTRIES:
-            yield from ((functools.partial(value.__setitem__, k), part) for k, part in enumerate(list(value)))
-    elif isinstance(value, dict):
-        if len(value) <= MOST_ENTRIES:
-            yield from ((functools.partial(dict.__setitem__, value, k), part) for k, part in list(dict.items(value)))
+        return
+    if isinstance(value, _CONTAINERS):
+        if len(value) > MOST_ENTRIES:
+            return
+        # As stored: some dictionaries make something of an entry whenever they are asked.
+        base: Any = dict if isinstance(value, dict) else type(value)
+        entries = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
+        yield from ((functools.partial(base.__setitem__, value, key), part) for key, part in entries)
+        if is_foreign(type(value).__module__):
+            return
     elif not is_plain_object(type(value)) or holds_modules(value):
-        return
-    if isinstance(value, _CONTAINERS) and is_foreign(type(value).__module__):
-        return
-    if isinstance(value, tuple):
         return
     attributes = getattr(value, "__dict__", {})
     yield from ((functools.partial(attributes.__setitem__, name), part) for name, part in list(attributes.items()))
     for descriptor in slots_of(value):
-        try:
+        with suppress(AttributeError):  # not set
             yield functools.partial(descriptor.__set__, value), descriptor.__get__(value)
-        except AttributeError:  # not set
-            continue

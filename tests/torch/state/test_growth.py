@@ -1,0 +1,255 @@
+"""Containers that grow in a rerun: told once, by name; nothing is said of what is guarded, returned or repeated."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide.torch as lt
+from lowtide.torch.state import growth
+from lowtide.torch.state.growth import Growth
+
+ROWS: list[Any] = []
+CASES: dict[str, Callable[[], tuple[Any, str]]] = {}
+
+
+def case(make: Callable[[], tuple[Any, str]]) -> Callable[[], tuple[Any, str]]:
+    CASES[make.__name__] = make
+    return make
+
+
+@case
+def a_list_closed_over() -> tuple[Any, str]:
+    rec: list[Any] = []
+
+    def function(x: torch.Tensor) -> Any:
+        rec.append(x.detach())
+        return x.sin()
+
+    return function, "rec"
+
+
+@case
+def a_method_of_a_list_closed_over() -> tuple[Any, str]:
+    rec: list[Any] = []
+    note = rec.append
+
+    def function(x: torch.Tensor) -> Any:
+        note(x.detach())
+        return x.sin()
+
+    return function, "note"
+
+
+@case
+def a_global() -> tuple[Any, str]:
+    def function(x: torch.Tensor) -> Any:
+        ROWS.append(x.detach())
+        return x.sin()
+
+    return function, "ROWS"
+
+
+@case
+def a_dict_and_a_set_and_a_deque() -> tuple[Any, str]:
+    table: dict[int, Any] = {}
+    kinds: set[int] = set()
+    queue: deque[Any] = deque()
+
+    def function(x: torch.Tensor) -> Any:
+        table[len(table)] = kinds.add(len(kinds))
+        queue.append(x.detach())
+        return x.sin()
+
+    return function, "kinds queue table"
+
+
+@case
+def an_attribute_of_an_object() -> tuple[Any, str]:
+    tracker = SimpleNamespace(rows=[], name="tracker")
+
+    def function(x: torch.Tensor) -> Any:
+        tracker.rows.append(x.detach())
+        return x.sin()
+
+    return function, "tracker.rows"
+
+
+class _Trainer:
+    def __init__(self) -> None:
+        self.history: list[Any] = []
+
+    def step(self, x: torch.Tensor) -> Any:
+        self.history.append(x.detach())
+        return x.sin()
+
+
+@case
+def an_attribute_of_the_object_whose_method_it_is() -> tuple[Any, str]:
+    return _Trainer().step, "self.history"
+
+
+@case
+def a_list_in_a_partial() -> tuple[Any, str]:
+    def function(x: torch.Tensor, rows: list[Any]) -> Any:
+        rows.append(x.detach())
+        return x.sin()
+
+    return functools.partial(function, rows=[]), "rows"
+
+
+@case
+def a_list_in_a_function_that_it_calls() -> tuple[Any, str]:
+    rows: list[Any] = []
+
+    def note(value: Any) -> None:
+        rows.append(value)
+
+    def function(x: torch.Tensor) -> Any:
+        note(x.detach())
+        return x.sin()
+
+    return function, "rows"
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        ROWS.append(x.detach())
+        return self.layer(x).sin()
+
+
+@case
+def a_global_of_a_module() -> tuple[Any, str]:
+    return nn.Sequential(_Net()), "ROWS"
+
+
+@case
+def a_list_of_a_forward_hook() -> tuple[Any, str]:
+    seen: list[Any] = []
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    net[0].register_forward_hook(lambda module, args, result: seen.append(result.detach()))
+    return net.forward, "seen"
+
+
+def _run(function: Callable[..., Any], times: int = 1) -> None:
+    for _ in range(times):
+        lt.checkpoint(function, torch.linspace(0.1, 0.9, 3).requires_grad_()).sum().backward()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "_told", set())
+    monkeypatch.setattr(growth, "_suspected", set())
+    monkeypatch.setattr(growth, "_looked", {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_told_once_by_name_with_both_remedies(name: str) -> None:
+    function, container = CASES[name]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _run(function)
+    texts = [str(warning.message) for warning in caught]
+    assert all(warning.category is UserWarning for warning in caught)
+    assert sorted(text.split("`")[1] for text in texts) == container.split(" ")
+    assert all("`if not lt.is_recomputing():`, or return what is collected as an output" in text for text in texts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _run(function, 3)
+
+
+def _guarded() -> Any:
+    rec: list[Any] = []
+
+    def function(x: torch.Tensor) -> Any:
+        if not lt.is_recomputing():
+            rec.append(x.detach())
+        return x.sin()
+
+    return function
+
+
+def _collecting_in_itself() -> Any:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[Any] = []
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.rows.append(x.detach())
+            return x.sin()
+
+    return Net()
+
+
+def _with_a_name_that_is_not_bound() -> Any:
+    def function(x: torch.Tensor) -> Any:
+        return x.sin() if x.dim() else later
+
+    if torch.ones(1).dim():
+        return function
+    later = 0
+    return later
+
+
+@pytest.mark.parametrize(
+    "function", [_guarded(), _collecting_in_itself(), _with_a_name_that_is_not_bound(), torch.sin, nn.Tanh()]
+)
+def test_nothing_is_said_of_what_stays_as_long_as_it_is(function: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _run(function, 3)
+
+
+def test_containers_are_looked_at_in_the_first_rerun_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+
+    class Noting(Growth):
+        def __init__(self, *things: Any) -> None:
+            looked.append(things)
+            super().__init__(*things)
+
+    monkeypatch.setattr(growth, "Growth", Noting)
+    for _ in range(3):
+        _run(lambda x: x.sin())  # another closure each time, of one code
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    _run(net, 3)
+    assert len(looked) == 2
+    known = len(growth._looked)
+    looked.clear()
+    del net
+    assert len(growth._looked) == known - 1
+
+
+def test_where_other_threads_run_it_is_told_if_it_happens_again() -> None:
+    rows: list[Any] = []
+
+    def function(x: torch.Tensor) -> Any:
+        rows.append(x.detach())
+        return x.sin()
+
+    wait = threading.Event()
+    thread = threading.Thread(target=wait.wait)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _run(function)
+        with pytest.warns(UserWarning, match="`rows` grew"):
+            _run(function)
+    finally:
+        wait.set()
+        thread.join()
