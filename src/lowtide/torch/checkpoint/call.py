@@ -18,11 +18,11 @@ from __future__ import annotations
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from functools import partial
-from inspect import Parameter, signature
+from inspect import CO_VARKEYWORDS, Parameter, signature
 from itertools import count
 from typing import Any, NoReturn, TypeVar
 
@@ -151,16 +151,25 @@ def _own_keywords(
 
     A function that takes any name is handed what cannot be meant for this one.
     """
-    try:
-        parameters = signature(function.forward if isinstance(function, nn.Module) else function).parameters
-    except (TypeError, ValueError):  # a function of C, which does not say
-        return contexts, check_rerun, kwargs
-    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-    if contexts is not _NO_CONTEXTS and ("contexts" in parameters or (takes_any and not _are_contexts(contexts))):
+    names, takes_any = _parameters_of(function)
+    if contexts is not _NO_CONTEXTS and ("contexts" in names or (takes_any and not _are_contexts(contexts))):
         contexts, kwargs = _NO_CONTEXTS, {**kwargs, "contexts": contexts}
-    if check_rerun is not None and ("check_rerun" in parameters or (takes_any and not isinstance(check_rerun, bool))):
+    if check_rerun is not None and ("check_rerun" in names or (takes_any and not isinstance(check_rerun, bool))):
         check_rerun, kwargs = None, {**kwargs, "check_rerun": check_rerun}
     return contexts, check_rerun, kwargs
+
+
+def _parameters_of(function: Any) -> tuple[Sequence[str], bool]:
+    """The names of a function's parameters, and whether it takes any other."""
+    called = type(function).forward if isinstance(function, nn.Module) else function
+    code = getattr(called, "__code__", None)
+    if code is not None and not hasattr(called, "__wrapped__"):  # to ask for a signature takes 20 microseconds
+        return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], bool(code.co_flags & CO_VARKEYWORDS)
+    try:
+        parameters = signature(called).parameters
+    except (TypeError, ValueError):  # a function of C, which does not say
+        return (), False
+    return tuple(parameters), any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _are_contexts(contexts: Any) -> bool:
@@ -250,10 +259,10 @@ class _Noted:
         self.count = -1  # how many there are; -1 until the first run is over
         self.likes: Any = None if uncompared else []
         self.samples: Any = None if check_rerun is False or (uncompared and not check_rerun) else []
-        self.late: dict[int, Sample] = {}  # second samples, by number, of tensors that may have been filled since
         self.exempt: set[int] = set()  # numbers of tensors that no two runs have alike
         self.sample = whole_sample_of if check_rerun else sample_of  # as the first run takes them
-        self._waiting: list[tuple[int, torch.Tensor]] = []  # for that
+        self.late: set[int] = set()  # numbers of tensors that the operations which save them may have to fill yet
+        self._waiting: list[tuple[int, torch.Tensor]] = []  # those of which no sample was taken so far
         self._places: list[Place] | Iterator[int] | None = [] if debug else None
 
     def hook(self) -> Callable[[torch.Tensor], int]:
@@ -273,11 +282,11 @@ class _Noted:
 
         def pack(tensor: torch.Tensor) -> int:
             add_like((tensor.shape, tensor.dtype, tensor.device))
-            add_sample(sample(tensor))
-            number = len(samples) - 1
-            if waiting or not tensor.requires_grad:
-                wait(number, tensor)
-            return number
+            if tensor.requires_grad and not waiting:
+                add_sample(sample(tensor))
+            else:
+                wait(tensor)
+            return len(samples) - 1
 
         return pack
 
@@ -287,22 +296,26 @@ class _Noted:
         if self.likes is not None:
             self.likes.append(_like(tensor))
         if self.samples is not None:
-            self.samples.append(self.sample(tensor))
-            self._wait(number, tensor)
+            self._wait(tensor)
         if isinstance(self._places, list):
             self._places.append(Place())
         return number
 
-    def _wait(self, number: int, tensor: torch.Tensor) -> None:
-        """Have a second look at a tensor that the operation that saves it may have to fill yet, such as noise."""
+    def _wait(self, tensor: torch.Tensor) -> None:
+        """Take a sample of a tensor: later, if the operation that saves it may have to fill it yet, such as noise."""
+        number = len(self.samples)
         if may_be_unfilled(tensor):
+            self.samples.append(0)
+            self.late.add(number)
             self._waiting.append((number, tensor))
+        else:
+            self.samples.append(self.sample(tensor))
         self._look_again(number - _LATE)
 
     def _look_again(self, below: int) -> None:
         while self._waiting and self._waiting[0][0] < below:
             number, tensor = self._waiting.pop(0)
-            self.late[number] = self.sample(tensor)
+            self.samples[number] = self.sample(tensor)
 
     def so_far(self) -> int:
         """How many tensors the first run has saved, now or by its end."""
@@ -482,7 +495,7 @@ class _Call:
         """Run the function again, and put the tensors that it saves into `store`."""
         if self._owners is not None and self._noted.count >= 0:
             self._owners.check()
-        growth = first_look(self._function, *(self._arguments if self._structure is not None else ()))
+        growth = first_look(self._function, *(() if self._structure is None else self._arguments))
         rerun = _Rerun(self._noted, stops=self._early_stop or self._noted.count < 0, error=self._explained)
         try:
             self._run(rerun.hook(), rerun.saved, rerun.finish)
@@ -636,10 +649,10 @@ class _Rerun:
         At the last tensor that is wanted it ends the rerun, before the operation that saves it has run; unless that
         operation may have to fill one of them yet: then at the next tensor.
         """
-        noted, late, wanted, compare = self._noted, self._late, self._wanted, self._compare_soon
+        noted, late, wanted = self._noted, self._late, self._wanted
         saved, append, note = self.saved, self.saved.append, self.versions.append
         ends = wanted - 1 if self._stops else -1
-        likes, samples = noted.likes, noted.samples
+        likes, samples, unfilled = noted.likes, noted.samples, noted.late
         # Samples of a first run that is not over yet may not have been taken.
         sample = noted.sample if noted.count >= 0 and samples is not None else None
 
@@ -655,12 +668,13 @@ class _Rerun:
                 append(tensor.detach())
             else:
                 append(tensor)
-                if may_be_unfilled(tensor):
+                if number in unfilled if samples is not None else may_be_unfilled(tensor):
+                    late.append((number, tensor))
                     self._unfilled = number
-            if sample is not None:
+            if sample is not None and number != self._unfilled:
                 now = sample(tensor)
                 if type(now) is not int or now != samples[number]:
-                    compare(number, tensor, now)
+                    self._compare(number, tensor, now)
             if late:
                 self._compare_late(number - _LATE)
             if number == ends and number - self._unfilled > _LATE:
@@ -675,14 +689,8 @@ class _Rerun:
             return self._wanted if _thread.has_stopped else _stop()
         raise Differs(self._wanted, f"the first run saved no more than {self._wanted:,}, now {in_words(_like(tensor))}")
 
-    def _compare_soon(self, number: int, tensor: torch.Tensor, now: Sample) -> None:
-        """Compare a sample on a device, or one that differs: later, if the tensor may have to be filled yet."""
-        if number in self._noted.late:
-            self._late.append((number, tensor))
-        else:
-            self._compare(number, tensor, self._noted.samples[number], now)
-
-    def _compare(self, number: int, tensor: torch.Tensor, then: Sample, now: Sample) -> None:
+    def _compare(self, number: int, tensor: torch.Tensor, now: Sample) -> None:
+        then = self._noted.samples[number]
         if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
             error = self._error
             compare_later(then, now, lambda: error(Differs(number, _OTHER_VALUES, in_values=True)))
@@ -690,9 +698,11 @@ class _Rerun:
             raise Differs(number, f"{_OTHER_VALUES} ({in_words(_like(tensor))})", in_values=True)
 
     def _compare_late(self, below: int) -> None:
+        compares = self._noted.count >= 0 and self._noted.samples is not None
         while self._late and self._late[0][0] < below:
             number, tensor = self._late.pop(0)
-            self._compare(number, tensor, self._noted.late[number], self._noted.sample(tensor))
+            if compares:
+                self._compare(number, tensor, self._noted.sample(tensor))
 
     def finish(self, rewritten: list[torch.Tensor]) -> None:
         """The function has run, or has been ended; `rewritten` tensors are about to have other values."""

@@ -14,7 +14,6 @@ import torch
 from lowtide.torch.memory import recording
 from lowtide.torch.state.finding import Finds
 from lowtide.torch.state.generators import Randomness
-from lowtide.torch.state.moving import Things, warn_of_moved
 
 
 @cache
@@ -122,8 +121,6 @@ class Ambient:
 def aside(layers: Sequence[Any]) -> Iterator[None]:
     """Inside, layers run with grad, and random numbers and gradients are put back afterwards."""
     finds = Finds(layers)
-    things = Things(finds, [module for root in finds.modules for module in root.modules()])
-    before = things.look()
     with (
         torch.enable_grad(),
         Ambient().uncached(),
@@ -132,7 +129,6 @@ def aside(layers: Sequence[Any]) -> Iterator[None]:
         gradients_aside([parameter for module in finds.modules for parameter in module.parameters()]),
     ):
         yield
-    warn_of_moved(things, before)
 
 
 @contextmanager

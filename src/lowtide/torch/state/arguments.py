@@ -31,21 +31,24 @@ class KeptTensors:
     __slots__ = ("_changed", "_firsts", "_flags", "_node", "_tensors", "_versions")
 
     def __init__(self, tensors: list[torch.Tensor], through_hooks: bool) -> None:
-        self._flags = [tensor.requires_grad for tensor in tensors]
         # Where a tensor was given first: attention, for one, asks whether its query is its key.
         places: dict[int, int] = {}
         self._firsts = [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
+        self._flags = flags = [tensor.requires_grad for tensor in tensors]
         # Copies of those that the function changes in place; until it has run, of those that it may change.
-        self._changed = {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
+        self._changed: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        if not all(flags):
+            self._changed = {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
         self._node: Any = None
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
         if through_hooks and tensors and not any(tensor.is_inference() for tensor in tensors):
             self._node = _Kept.apply(_anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]  # torch's own
-        else:
+            return
+        for tensor, needs_grad in zip(tensors, flags, strict=True):
             # Of a computed tensor only its values: the tensor itself may become a part of the graph that keeps it.
-            self._tensors = [t if t.requires_grad and t.is_leaf else t.detach() for t in tensors]
-            self._versions = [-1 if t.is_inference() else t._version for t in tensors]
+            self._tensors.append(tensor if needs_grad and tensor.is_leaf else tensor.detach())
+            self._versions.append(tensor._version if needs_grad or not tensor.is_inference() else -1)
 
     def settle(self) -> None:
         """The function has run."""
@@ -54,19 +57,24 @@ class KeptTensors:
 
     def again(self) -> list[torch.Tensor]:
         """Twins of the tensors that belong to no graph, or an error if one was changed."""
-        tensors = self._tensors if self._node is None else self._node.saved_tensors
-        for number, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True)):
-            if version >= 0 and tensor._version != version and number not in self._changed:
-                raise CheckpointError(
-                    f"argument tensor {number} of shape {tuple(tensor.shape)} was changed in place by the function or "
-                    f"since it ran (version {version} then, {tensor._version} now), so the rerun would not repeat it; "
-                    "change it after the backward, or make a new tensor"
-                )
-        twins = [
-            t if t.requires_grad and t.is_leaf else t.detach().requires_grad_(flag)
-            for t, flag in zip(tensors, self._flags, strict=True)
-        ]
+        if self._node is not None:
+            twins = [_twin(*pair) for pair in zip(self._node.saved_tensors, self._flags, strict=True)]
+        else:
+            twins = []
+            for tensor, needs_grad, version in zip(self._tensors, self._flags, self._versions, strict=True):
+                if version >= 0 and tensor._version != version and len(twins) not in self._changed:
+                    raise CheckpointError(
+                        f"argument tensor {len(twins)} of shape {tuple(tensor.shape)} was changed in place by the "
+                        f"function or since it ran (version {version} then, {tensor._version} now), so the rerun would "
+                        "not repeat it; change it after the backward, or make a new tensor"
+                    )
+                twins.append(_twin(tensor, needs_grad))
         for number, (_, _, values) in self._changed.items():
             if self._firsts[number] == number:
                 twins[number] = values.clone()
         return [twins[first] for first in self._firsts]  # one that was given twice is one
+
+
+def _twin(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
+    """The tensor itself, if it is a leaf that belongs to no graph, or one with its values that is such a leaf."""
+    return tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach().requires_grad_(needs_grad)

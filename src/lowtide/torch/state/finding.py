@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -20,6 +21,7 @@ from torch import nn
 from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.structure import is_foreign, is_plain_object
 
+_PROXIES = weakref.ProxyTypes
 _MOST_DEPTH = 8  # of functions that name functions
 _MOST_ENTRIES = 100  # of a container that are looked at
 FUNCTIONS = (
@@ -82,11 +84,12 @@ class Finds:
             self._find_owner(function.__self__)
         elif isinstance(function, functools.partial):
             self.find(function.func, depth + 1)
-            for part in (*function.args, *function.keywords.values()):
-                self.held.append(("an argument of a partial", part))
+            given = {f"argument {k}": part for k, part in enumerate(function.args)} | function.keywords
+            for name, part in given.items():
+                self.held.append((name, part))
                 self._find_held(part, depth)
         elif not isinstance(function.__self__, types.ModuleType):  # `counter.__next__`, `rows.pop`
-            self.held.append((function.__name__, function.__self__))
+            self.held.append((self.labels.get(id(function), function.__name__), function.__self__))
 
     def _find_in_module(self, module: nn.Module, depth: int) -> None:
         """Look for generators that a module has, and at what its `forward`, its hooks and its functions name."""
@@ -118,23 +121,28 @@ class Finds:
 
     def _find_held(self, value: Any, depth: int) -> None:
         """Look at something that a function holds."""
+        if type(value) in _PROXIES:  # to look at one may fail
+            return
         if isinstance(value, (nn.Module, *GENERATORS, *FUNCTIONS)):
             self.find(value, depth + 1)
         elif isinstance(value, list | tuple | deque | dict):
-            for part in islice(dict.values(value) if isinstance(value, dict) else value, _MOST_ENTRIES):
+            for part in _first_of(value):
                 if isinstance(part, (nn.Module, *GENERATORS, *FUNCTIONS)):
                     self.find(part, depth + 1)
         elif is_plain_object(type(value)):  # the user's own, but for the modules and generators that it has
             self._find_in_attributes(value)
 
     def _find_in_attributes(self, thing: Any) -> None:
-        for value in list(getattr(thing, "__dict__", {}).values()):
-            if isinstance(value, (nn.Module, *GENERATORS)):
-                self.find(value)
-            elif isinstance(value, list | tuple | dict):
-                for part in islice(dict.values(value) if isinstance(value, dict) else value, _MOST_ENTRIES):
-                    if isinstance(part, (nn.Module, *GENERATORS)):
-                        self.find(part)
+        for value in _first_of(getattr(thing, "__dict__", {})):
+            for part in (value, *(_first_of(value) if isinstance(value, list | tuple | dict) else ())):
+                if isinstance(part, (nn.Module, *GENERATORS)):
+                    self.find(part)
+
+
+def _first_of(container: Any) -> list[Any]:
+    """The first entries of a container, without proxies: to look at one of these may fail."""
+    entries = dict.values(container) if isinstance(container, dict) else container
+    return [part for part in islice(entries, _MOST_ENTRIES) if type(part) not in _PROXIES]
 
 
 def named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

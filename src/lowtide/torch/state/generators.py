@@ -202,9 +202,10 @@ class Generators:
         latest, sources = _latest, _shared()
         if len(latest) != len(sources):
             latest = [(source, None) for source in sources]
-        marks = [(source, source.read(known)) for source, known in latest]
-        if any(new[1] is not old[1] for new, old in zip(marks, latest, strict=True)):
-            latest = _latest = marks
+        for source, known in latest:
+            if source.read(known) is not known:
+                latest = _latest = [(source, source.read(known)) for source, known in latest]
+                break
         self._marks = latest
 
     def follow(self, generator: Any) -> None:

@@ -22,7 +22,6 @@ from lowtide.torch.state.finding import Finds
 from lowtide.torch.state.moving import Things
 
 _CONTAINERS = (list, dict, deque, set)
-_BY_CODE = frozenset({types.FunctionType, types.MethodType})
 
 # What was looked at, by id, until it is gone: functions by their code, which a closure made anew has too.
 _looked: dict[int, weakref.ref[Any]] = {}
@@ -32,8 +31,10 @@ _told: set[tuple[str, str]] = set()
 
 def first_look(*things: Any) -> Growth | None:
     """Lengths of the containers of functions and modules about to run again; None if they were looked at before."""
-    keys = [_key_of(thing) for thing in things]
-    return None if all(id(key) in _looked for key in keys) else Growth(*things)
+    for thing in things:
+        if id(_key_of(thing)) not in _looked:
+            return Growth(*things)
+    return None
 
 
 class Growth:
@@ -80,15 +81,16 @@ def warn_of_growth(name: str, function: str) -> None:
 
 
 def _key_of(thing: Any) -> Any:
-    if type(thing) in _BY_CODE:
-        owner = getattr(thing, "__self__", None)
-        return owner if isinstance(owner, nn.Module) else thing.__code__
+    if type(thing) is types.FunctionType:
+        return thing.__code__
+    if type(thing) is types.MethodType:
+        return thing.__self__ if isinstance(thing.__self__, nn.Module) else thing.__func__
     return _key_of(thing.func) if isinstance(thing, functools.partial) else thing
 
 
 def _remember(key: Any) -> None:
-    number = id(key)
+    number, forget = id(key), _looked.pop  # what is referred to may outlive our names
     try:
-        _looked[number] = weakref.ref(key, lambda _: _looked.pop(number, None))
+        _looked[number] = weakref.ref(key, lambda _: forget(number, None))
     except TypeError:  # of a kind that cannot be referred to, such as a function of C
         _looked[number] = lambda: key  # type: ignore[assignment]  # kept for good: there are few

@@ -31,11 +31,9 @@ from lowtide.torch.state.bits import checksum, same_bits
 from lowtide.torch.state.capture import edge_of
 from lowtide.torch.state.finding import Finds
 from lowtide.torch.state.notes import SMALL, needs_grad
-from lowtide.torch.state.structure import ATOMS, Structure, replaced, tensors_in
+from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Structure, replaced, tensors_in
 
 MISSING: Any = object()
-# Attributes that every module has, and which are torch's.
-MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 

@@ -16,6 +16,7 @@ import random
 import threading
 import types
 import warnings
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from lowtide.torch.state.finding import Finds, named_by, names_in
 from lowtide.torch.state.generators import KINDS as GENERATORS
-from lowtide.torch.state.structure import is_foreign, is_iterator, is_plain_object, slots_of
+from lowtide.torch.state.structure import MODULE_INTERNALS, is_foreign, is_iterator, is_plain_object, slots_of
 
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _COUNTERS = frozenset({bool, int, float})
@@ -36,7 +37,6 @@ _MOST_ENTRIES = 1000  # of a container whose numbers are looked at; of a longer 
 _MOST_BYTES = 1024  # of an array
 # Whoever names one of these may read what somebody writes meanwhile.
 _OUTSIDE = frozenset({"open", "environ", "getenv", "read_text", "readline"})
-_INTERNALS = frozenset(nn.Module().__dict__)
 _REPEATED = (*_NUMBERS, nn.Module, torch.Tensor, list, tuple, dict, set, deque, np.ndarray, array, bytearray, type)
 _ALWAYS: Any = object()  # what cannot be looked at without changing it, and is taken to move
 
@@ -67,14 +67,14 @@ class Things:
         for thing in self._finds.objects:  # numbers and tensors of it are repeated, its containers are not
             repeated = (*_NUMBERS, torch.Tensor)
             own = {key: part for key, part in _own_attributes(thing).items() if not isinstance(part, repeated)}
-            yield from _entries(type(thing).__name__, own)
+            yield from _entries("self", own)
 
     def _not_repeated(self) -> Iterator[tuple[str, Any]]:
         """What modules have that is none of the kinds which are repeated for a rerun: files, schedulers, and so on."""
         for module in self._modules:
             for name, value in list(vars(module).items()):
                 repeated = isinstance(value, _REPEATED) or is_iterator(value) or is_plain_object(type(value))
-                if name not in _INTERNALS and not repeated:
+                if name not in MODULE_INTERNALS and not repeated:
                     yield f"{type(module).__name__}.{name}", value
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,6 +125,8 @@ def _sign_of_cell(cell: types.CellType) -> Any:
 
 def _within(name: str, value: Any, function: types.FunctionType | None) -> Iterator[tuple[str, Any]]:
     """A value and its attributes, two levels down where these are plain objects."""
+    if type(value) in weakref.ProxyTypes:  # to look at one may fail
+        return
     yield name, value
     for path, part in _entries(name, _attributes_of(value, function)):
         yield path, part
@@ -133,7 +135,8 @@ def _within(name: str, value: Any, function: types.FunctionType | None) -> Itera
 
 
 def _entries(name: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"{name}.{key}", part) for key, part in list(entries.items()) if not key.startswith("__"))
+    own = ((key, part) for key, part in list(entries.items()) if not key.startswith("__"))
+    return ((f"{name}.{key}", part) for key, part in own if type(part) not in weakref.ProxyTypes)
 
 
 def _own_attributes(thing: Any) -> dict[str, Any]:

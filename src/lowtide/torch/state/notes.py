@@ -21,7 +21,7 @@ MISSING: Any = object()
 # Tensors outside modules' buffers are copied only up to this size; a larger one may be a whole data set.
 SMALL = 64 * 1024
 # Dictionaries among a module's internals that decide what a call of it does.
-_INSIDE = (
+INSIDE = (
     *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs"),
     *("_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
@@ -163,7 +163,7 @@ class ModuleNote(MappingNote):
         super().__init__(owner, _without_fsdps(before) if self._is_managed else before)
         self._inside = {
             name: (ParametersNote if name == "_parameters" else MappingNote)(owner[name])
-            for name in _INSIDE
+            for name in INSIDE
             if owner[name] and not (name == "_parameters" and self._is_managed)
         }
 
@@ -176,12 +176,18 @@ class ModuleNote(MappingNote):
     def put_back(self, held: list[torch.Tensor]) -> Any:
         """See `Note`."""
         inside = [(note, note.put_back(held)) for note in self._inside.values()]
-        for name in _INSIDE:
+        for name in INSIDE:
             filled = self._before[name]
             if filled and name not in self._inside and not (name == "_parameters" and self._is_managed):
                 note = MappingNote(filled, {})
                 inside.append((note, note.put_back(held)))
         return super().put_back(held), inside
+
+    def noted(self) -> Any:
+        """What `put_back` returns if all is as it was."""
+        inside = [(note, note._before) for note in self._inside.values()]
+        inside += [(MappingNote(self._before[name], {}), {}) for name in INSIDE if name not in self._inside]
+        return self._before, inside
 
     def undo(self, now: Any) -> None:
         """See `Note`."""

@@ -46,10 +46,9 @@ from lowtide.torch.state.notes import (
     needs_grad,
     same_entries,
 )
-from lowtide.torch.state.structure import ATOMS, is_foreign, is_plain_object, slots_of
+from lowtide.torch.state.plain_modules import plain_modules
+from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, is_foreign, is_plain_object, slots_of
 
-# Attributes that every module has, and which are torch's.
-MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _ANY = float("inf")
 _MOST_DEPTH = 8  # of containers and objects in each other
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -189,22 +188,30 @@ class Owners:
             self._notes.append(VersionsNote(list(module.parameters())))
             return
         pending = [module]
+        owned: list[torch.Tensor] = []
         while pending:
             module = pending.pop()
             if id(module) not in self._called:
                 self._called.add(id(module))
                 # One without grad may be a counter: it is noted with its contents.
-                owned: list[torch.Tensor] = [
+                owned += [
                     p
                     for p in module._parameters.values()
                     if p is not None and _has_version(p) and (p.requires_grad or not may_be_copied(p, SMALL))
                 ]
-                if owned:
-                    self._notes.append(VersionsNote(owned))
                 pending += [child for child in module._modules.values() if child is not None]
+        if owned:
+            self._notes.append(VersionsNote(owned))
 
     def _take_part(self, module: nn.Module) -> None:
         """A module takes part with all that is inside, called or only read."""
+        plain = plain_modules(module, _has_more_to_note)
+        if plain is not None:
+            self._notes.append(plain)
+            self._seen.update(plain.ids)
+            for inside in plain.with_tensors:
+                self._note_module(inside)
+            return
         pending = [module]
         while pending:
             module = pending.pop()
@@ -266,6 +273,8 @@ class Owners:
         value = attributes[key]
         if isinstance(value, nn.Module):
             self._take_part(value)
+        elif isinstance(value, _FUNCTIONS):
+            self.find(value, 1)
         elif isinstance(value, torch.Tensor):
             self._note_tensor(value, SMALL if key in known.steady else _ANY, (known.steady, key))
         elif isinstance(value, GENERATORS):
@@ -386,8 +395,17 @@ def _generators_named_in(kind: type[nn.Module]) -> tuple[Any, ...]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether nothing can be changed in an attribute, nor in what it holds."""
+    """Whether nothing can be changed in an attribute, nor in what it holds, as functions of the user's may."""
+    if isinstance(value, _FUNCTIONS):
+        return is_foreign(getattr(value, "__module__", None))
     return type(value) in ATOMS or (type(value) is tuple and all(type(part) in ATOMS for part in value))
+
+
+def _has_more_to_note(module: nn.Module) -> bool:
+    """Whether a module has tensors that a run may write to, or names random generators."""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    steady = all(parameter.requires_grad and _has_version(parameter) for parameter in parameters)
+    return bool(module._buffers) or not steady or bool(_generators_named_in(type(module)))
 
 
 def _ignore(_: Any) -> None:

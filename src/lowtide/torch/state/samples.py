@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -46,18 +47,36 @@ def sample_of(tensor: torch.Tensor) -> Sample:
     if type(tensor) not in _ORDINARY or tensor.layout is not _STRIDED:
         plain = _plain_part(tensor)
         return 0 if plain is None else sample_of(plain)
-    if tensor.is_cpu:
-        if tensor.dtype is _WORKSPACE:
-            return 0
-        size = tensor.nbytes
-        if size <= _WHOLE and tensor.is_contiguous():  # the usual case first: this takes less than a microsecond
-            return _checksum(_read(tensor.data_ptr(), size))
-        return _sample_of_memory(tensor, size)
-    return 0 if tensor.is_meta else _spread(tensor.detach())
+    if not tensor.is_cpu:
+        return 0 if tensor.is_meta else _spread(tensor.detach())
+    if tensor.dtype is _WORKSPACE:
+        return 0
+    if tensor.is_leaf and tensor.requires_grad:
+        return _sample_of_leaf(tensor)
+    size = tensor.nbytes
+    if size <= _WHOLE and tensor.is_contiguous():  # the usual case: this takes less than a microsecond
+        return _checksum(_read(tensor.data_ptr(), size))
+    return _sample_of_memory(tensor, size)
+
+
+# Samples of parameters, which many calls save, with the version and the address for which they hold. What is written to
+# them behind autograd's back shows in what is computed from them.
+_leaves: dict[int, tuple[weakref.ref[torch.Tensor], int, int, int]] = {}
+
+
+def _sample_of_leaf(tensor: torch.Tensor) -> int:
+    key = id(tensor)
+    known = _leaves.get(key)
+    address, version = tensor.data_ptr(), tensor._version
+    if known is None or known[2] != address or known[1] != version or known[0]() is not tensor:
+        forget = _leaves.pop  # the tensor may outlive our names
+        reference = weakref.ref(tensor, lambda _: forget(key, None))
+        known = _leaves[key] = (reference, version, address, _sample_of_memory(tensor, tensor.nbytes))
+    return known[3]
 
 
 def _sample_of_memory(tensor: torch.Tensor, size: int) -> int:
-    """The sample of a tensor on the CPU that is large, or not contiguous."""
+    """The sample of a tensor on the CPU."""
     if not tensor.is_contiguous() and not _is_dense(tensor.shape, tensor.stride()):
         gathered = _spread(tensor.detach())
         return _checksum(_read(gathered.data_ptr(), gathered.nbytes))

@@ -35,6 +35,8 @@ ATOMS = frozenset(
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
     | {weakref.ProxyType, weakref.CallableProxyType, weakref.ReferenceType}
 )
+# Attributes that every module has, and which are torch's.
+MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 MOST_ENTRIES = 10_000  # of a container; a longer one is data
 _MOST_DEPTH = 16
 _FOREIGN = frozenset({"torch", "numpy", "lowtide", "builtins"})

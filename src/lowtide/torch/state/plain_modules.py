@@ -1,0 +1,109 @@
+"""Modules that have nothing but numbers, parameters, buffers and modules in them, compared in one go.
+
+Most modules are of that kind, and stay as they are. To note each by itself takes longer than many of them take to run.
+So the entries of all their dictionaries are remembered in one row, and while all are the very same objects, one note,
+made once, serves every call.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from lowtide.torch.state.notes import INSIDE, ModuleNote, Note
+from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, is_foreign
+
+_OBJECTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MAY_HOLD = (types.FunctionType, types.MethodType)
+
+
+class PlainModules(Note):
+    """Such a module and all that are inside, as they were."""
+
+    __slots__ = ("_dictionaries", "_empty", "_keys", "_lengths", "_notes", "_values", "ids", "with_tensors")
+
+    def __init__(self, modules: list[nn.Module], needs_note: Callable[[nn.Module], bool]) -> None:
+        self.ids = [id(module) for module in modules]
+        # Those with buffers, or parameters that are not trained: their values are noted at every call.
+        self.with_tensors = [module for module in modules if needs_note(module)]
+        self._notes = [ModuleNote(vars(module), dict(vars(module))) for module in modules]
+        inside = [vars(module)[name] for module in modules for name in INSIDE]
+        self._empty = [entries for entries in inside if not entries]
+        self._dictionaries = [*map(vars, modules), *(entries for entries in inside if entries)]
+        self._lengths = list(map(len, self._dictionaries))
+        self._keys = list(chain.from_iterable(self._dictionaries))
+        self._values = list(chain.from_iterable(map(dict.values, self._dictionaries)))
+
+    def is_now(self) -> bool:
+        """Whether they are as they were."""
+        dictionaries = self._dictionaries
+        return (
+            not any(self._empty)
+            and list(map(len, dictionaries)) == self._lengths
+            and all(map(is_, chain.from_iterable(map(dict.values, dictionaries)), self._values))
+            and list(chain.from_iterable(dictionaries)) == self._keys
+        )
+
+    def put_back(self, held: list[torch.Tensor]) -> Any:
+        """See `Note`."""
+        return None if self.is_now() else [note.put_back(held) for note in self._notes]
+
+    def undo(self, now: Any) -> None:
+        """See `Note`."""
+        if now is None:
+            if self.is_now():
+                return
+            now = [note.noted() for note in self._notes]
+        for note, present in zip(self._notes, now, strict=True):
+            note.undo(present)
+
+
+_remembered: dict[int, tuple[weakref.ref[nn.Module], PlainModules]] = {}
+
+
+def plain_modules(root: nn.Module, needs_note: Callable[[nn.Module], bool]) -> PlainModules | None:
+    """A note of a module and all that are inside; None if one of them is not of this kind.
+
+    `needs_note` says whether a module has tensors, or names generators, that have to be noted too.
+    """
+    known = _remembered.get(id(root))
+    if known is not None and known[0]() is root and known[1].is_now():
+        return known[1]
+    _remembered.pop(id(root), None)
+    modules = [root]
+    for module in modules:
+        if not _is_plain(module):
+            return None
+        modules += [child for child in module._modules.values() if child is not None and child not in modules]
+    key, note = id(root), PlainModules(modules, needs_note)
+    forget = _remembered.pop  # the module may outlive our names
+    _remembered[key] = (weakref.ref(root, lambda _: forget(key, None)), note)
+    return note
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module has nothing that could hold it: what is remembered is not freed before the module is."""
+    if isinstance(module, torch.jit.ScriptModule | LazyModuleMixin):
+        return False
+    attributes, forward = vars(module), type(module).forward
+    if str(forward.__module__).startswith("torch.distributed") or "_is_fsdp_managed_module" in attributes:
+        return False
+    if any(attributes[name] for name in _OBJECTS) or "parametrizations" in module._modules:
+        return False
+    return all(name in MODULE_INTERNALS or _is_simple(value) for name, value in attributes.items())
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None and is_foreign(value.__module__)
+    if type(value) is tuple:
+        return all(map(_is_simple, value))
+    return type(value) in ATOMS and not isinstance(value, _MAY_HOLD)
