@@ -42,10 +42,14 @@ def run_lean(layers: tuple[Layer, ...], state: Any, size: LeanSize) -> Any:
 
 
 class Forms:
-    """Runs the steps of a chain with the smaller tapes of its menus."""
+    """Runs the steps of a chain with the smaller tapes of its menus; if not `strict`, with others if it has to.
 
-    def __init__(self, chain: Chain) -> None:
+    Parameters that the older FSDP has gathered are views of one large tensor, of which other tapes can be made.
+    """
+
+    def __init__(self, chain: Chain, *, strict: bool = True) -> None:
         self._chain = chain
+        self._strict = strict
 
     def __call__(self, layers: tuple[Layer, ...], step: int, option: int, state: Any) -> Any:
         """Run a step from `state` with entry `option` of its menu."""
@@ -58,7 +62,7 @@ class Forms:
             )
         if not torch.is_grad_enabled():
             return through(layers, state)
-        return run_lean(layers, state, LeanSize(lean.tape, lean.working))
+        return run_lean(layers, state, LeanSize(lean.tape, lean.working, self._strict))
 
 
 # (layers of the step, its number, entry of its menu from 1 on, state) -> the next state

@@ -88,7 +88,9 @@ def _sequential(
     options = {"contexts": tuple(contexts), "check_rerun": check_rerun}
     if plan is not None:
         chain, parts = _chain_for(plan, len(row)), nest_of_plan(plan)
-        if has_forms(parts):  # measure now, which traces lean steps, so that tracing takes no memory inside the run
+        if (
+            has_forms(parts) and _wrapped(row) is None
+        ):  # measure now, which traces lean steps, so that tracing takes no memory inside the run
             _costs(row, x, _allow if check_rerun is False else _refuse)
         return _run(row, parts, x, options, chain)
     costs = _costs(row, x, _allow if check_rerun is False else _refuse)
@@ -237,7 +239,7 @@ def _run(row: list[Layer], parts: tuple[Part, ...], x: Any, options: dict[str, A
     """Run the layers before the chain as they are, and the chain's steps by the nest."""
     x = through(row[: chain.layers[0][0]], x)
     steps = tuple(tuple(row[start:stop]) for start, stop in chain.layers)
-    return Runner(steps, options, Forms(chain)).run(parts, x)
+    return Runner(steps, options, Forms(chain, strict=_wrapped(row) is None)).run(parts, x)
 
 
 # --- plans for a measured row
@@ -425,6 +427,15 @@ def _anchors(layers: list[Layer]) -> list[Any]:
 _measured: Cache[LayerPlans] = Cache(_MOST_ROWS)
 
 
+def _wrapped(row: list[Layer]) -> int | None:
+    """The first layer that the older FSDP has wrapped: it allows no backward in a forward, and measuring runs some."""
+    for k, layer in enumerate(row):
+        kinds = {type(module).__name__ for module in layer.modules()} if isinstance(layer, nn.Module) else set()
+        if "FullyShardedDataParallel" in kinds:
+            return k
+    return None
+
+
 def _refuse(difference: str) -> None:
     raise CheckpointError(
         f"{difference}: this call would not compute what it computes plainly. Make the counter, iterator or cache that "
@@ -450,6 +461,13 @@ def _costs(row: list[Layer], x: Any, tell: Callable[[str], None], *, forms: bool
     if plans is None:
         if any(is_lazy(p) for layer in row if isinstance(layer, nn.Module) for p in layer.parameters()):
             return None
+        wrapped = _wrapped(row)
+        if wrapped is not None:
+            raise InputError(
+                f"layer {wrapped:,} is wrapped by FullyShardedDataParallel, so it cannot be measured; pass "
+                "sequential(plan=...) what plan_sequential returned before the layers were wrapped, or shard them with "
+                "torch.distributed.fsdp.fully_shard"
+            )
         outside = Outside(row)
         plans = LayerPlans(measure_layers(row, x, forms=forms))
         if tell is not _allow and (difference := outside.difference(x)):

@@ -63,10 +63,12 @@ def lean(
         return function(*args, **kwargs)
     check_function(function, "function")
     _check_tape(tape)
-    found = look_up(function, args, kwargs)
-    if not found.guards.is_plain:
+    found, again = look_up(function, args, kwargs), remembered()
+    if again is _PLAINLY or not found.guards.is_plain:
+        # In a rerun FSDP may have gathered what was sharded in the first run: then it does not decide.
+        remember(_PLAINLY)
         return function(*args, **kwargs)
-    result: Result = found.kind.call(function, args, kwargs, found, tape)
+    result: Result = found.kind.call(function, args, kwargs, found, tape, again)
     return result
 
 
@@ -193,11 +195,14 @@ def _steps_aside() -> bool:
 
 
 class _Decision(NamedTuple):
-    """How a call was made: by a recipe, or plainly."""
+    """How a call was made."""
 
     key: Hashable
-    recipe: Recipe | None
+    recipe: Recipe
     doubt: Doubt
+
+
+_PLAINLY = object()  # the decision to call a function as it is
 
 
 class _Variant:
@@ -262,19 +267,17 @@ class _Kind:
         kwargs: dict[str, Any],
         found: FoundCall,
         tape: int | str | LeanSize | None,
+        again: Any,
     ) -> Any:
-        """Call the function with a lean tape."""
+        """Call the function with a lean tape; `again` is what the first run of the checkpoint call around decided."""
         guards, variant = found.guards, found.variant
-        again = remembered()
         if isinstance(again, _Decision) and again.key == guards.key:
             # What was learned since would have the rerun of a checkpoint call save other tensors than its first run.
-            if again.recipe is None:
-                return function(*args, **kwargs)
             return self._follow(again.recipe, again.doubt, function, args, kwargs, guards)[0]
         if variant is None:
             if len(self._variants) >= _MOST_VARIANTS:
                 self._say("goes another way for each of many numbers that it is given or keeps")
-                remember(_Decision(guards.key, None, Doubt()))
+                remember(_PLAINLY)
                 return function(*args, **kwargs)
             result, variant, lean_tape = self._trace(function, args, kwargs, guards)
             recipe = variant.graph.recipe(tape)

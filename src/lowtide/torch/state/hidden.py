@@ -30,7 +30,7 @@ from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.state.bits import checksum, same_bits
 from lowtide.torch.state.capture import edge_of
 from lowtide.torch.state.finding import Finds
-from lowtide.torch.state.notes import SMALL
+from lowtide.torch.state.notes import SMALL, needs_grad
 from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Structure, replaced, tensors_in
 
 MISSING: Any = object()
@@ -247,7 +247,9 @@ class Hidden:
         for name in names:
             if name not in MODULE_INTERNALS and (id(mapping), name) not in self._known:
                 self._known.add((id(mapping), name))
-                yield _Slot(mapping, name, f"{path}.{name}")
+                # Views of what FSDP has gathered take the place of parameters, and are its to put there.
+                if not ("_is_fsdp_managed_module" in mapping and needs_grad(mapping[name])):
+                    yield _Slot(mapping, name, f"{path}.{name}")
 
     @contextmanager
     def meeting_modules(self) -> Iterator[None]:
