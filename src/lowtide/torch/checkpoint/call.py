@@ -39,7 +39,15 @@ from lowtide.torch.state.generators import Generators
 from lowtide.torch.state.growth import first_look
 from lowtide.torch.state.mismatch import Differs, Likeness, Naming, Place, in_words
 from lowtide.torch.state.owners import Owners, begin_meeting, end_meeting
-from lowtide.torch.state.samples import Sample, compare_later, may_be_unfilled, sample_of, whole_sample_of
+from lowtide.torch.state.samples import (
+    WHOLE,
+    checksum,
+    compare_later,
+    may_be_unfilled,
+    read,
+    sample_of,
+    whole_sample_of,
+)
 from lowtide.torch.state.structure import Structure
 
 Result = TypeVar("Result")
@@ -53,6 +61,7 @@ _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 _traces = torch._C._is_tracing  # whether `torch.jit.trace` is at work, which records operations, not graphs
 _CHECKS = ("default", "none")
+_Usual, _STRIDED, _CPU = torch.Tensor, torch.strided, torch.device("cpu")
 _SIMPLE = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size})  # arguments
 # An operation may save what it has yet to fill, such as the noise of rrelu, and so many tensors more before it runs.
 _LATE = 1
@@ -245,7 +254,7 @@ def _stop() -> NoReturn:
 
 # By length, the latest row of likenesses (shape, dtype, device). Most calls are like the one before: such a call costs a
 # reference instead of a tuple for each saved tensor.
-_rows: dict[int, tuple[Likeness, ...]] = {}
+_rows: dict[int, list[Likeness]] = {}
 _MOST_ROWS = 1_000  # above that they are forgotten
 _INTS = {int}
 
@@ -253,7 +262,7 @@ _INTS = {int}
 class _Noted:
     """What the first run notes of the tensors that autograd saves: their number, likeness, samples and places."""
 
-    __slots__ = ("_places", "_waiting", "count", "exempt", "late", "likes", "sample", "samples")
+    __slots__ = ("_places", "_waiting", "count", "exempt", "late", "likes", "sample", "samples", "small")
 
     def __init__(self, uncompared: bool, check_rerun: bool | None, debug: bool) -> None:
         self.count = -1  # how many there are; -1 until the first run is over
@@ -261,6 +270,7 @@ class _Noted:
         self.samples: Any = None if check_rerun is False or (uncompared and not check_rerun) else []
         self.exempt: set[int] = set()  # numbers of tensors that no two runs have alike
         self.sample = whole_sample_of if check_rerun else sample_of  # as the first run takes them
+        self.small = -1 if check_rerun else WHOLE  # bytes up to which a sample is a checksum of them all
         self.late: set[int] = set()  # numbers of tensors that the operations which save them may have to fill yet
         self._waiting: list[tuple[int, torch.Tensor]] = []  # those of which no sample was taken so far
         self._places: list[Place] | Iterator[int] | None = [] if debug else None
@@ -277,15 +287,26 @@ class _Noted:
 
     def _usual_hook(self) -> Callable[[torch.Tensor], int]:
         """The hook that notes likeness and sample, and is quick. The graph keeps it: its lists are emptied in the end."""
-        samples, waiting = self.samples, self._waiting
+        samples, waiting, small = self.samples, self._waiting, self.small
         add_like, add_sample, sample, wait = self.likes.append, samples.append, self.sample, self._wait
 
         def pack(tensor: torch.Tensor) -> int:
-            add_like((tensor.shape, tensor.dtype, tensor.device))
-            if tensor.requires_grad and not waiting:
-                add_sample(sample(tensor))
-            else:
+            if not tensor.requires_grad or waiting:
+                add_like((tensor.shape, tensor.dtype, tensor.device))
                 wait(tensor)
+            # What `sample_of` does with the usual tensor, without the call: half of the time goes into such calls.
+            elif (
+                type(tensor) is _Usual
+                and tensor.layout is _STRIDED
+                and tensor.is_cpu
+                and (size := tensor.nbytes) <= small
+                and tensor.is_contiguous()
+            ):
+                add_like((tensor.shape, tensor.dtype, _CPU))
+                add_sample(checksum(read(tensor.data_ptr(), size)))
+            else:
+                add_like((tensor.shape, tensor.dtype, tensor.device))
+                add_sample(sample(tensor))
             return len(samples) - 1
 
         return pack
@@ -335,7 +356,7 @@ class _Noted:
             self.samples = array("Q", taken) if set(map(type, taken)) <= _INTS else tuple(taken)
             taken.clear()
         if self.likes is not None:
-            row = tuple(self.likes)
+            row = list(self.likes)
             self.likes.clear()
             usual = _rows.setdefault(len(row), row)
             if usual != row:
@@ -497,20 +518,31 @@ class _Call:
             self._owners.check()
         growth = first_look(self._function, *(() if self._structure is None else self._arguments))
         rerun = _Rerun(self._noted, stops=self._early_stop or self._noted.count < 0, error=self._explained)
+        differs: Differs | None = None
         try:
             self._run(rerun.hook(), rerun.saved, rerun.finish)
-        except Differs as differs:
-            error = self._explained(differs)
-            if error is not None:
-                try:
-                    raise error from None
-                finally:
-                    del error  # or it would be held by this frame, which its traceback holds
+        except Differs as found:
+            differs = found.with_traceback(None)  # which has this frame, and all that the function had
+        except Exception:
+            differs = rerun.unlike()
+            if differs is None:
+                raise
+        if differs is not None:
+            self._refuse(differs)
             self.rerun()
             return
         self.store, self.versions = rerun.saved, rerun.versions
         if growth is not None:
             growth.tell()
+
+    def _refuse(self, differs: Differs) -> None:
+        """Raise the error for a rerun that differs, unless that is in the nature of the operation."""
+        error = self._explained(differs)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or it would be held by this frame, which its traceback holds
 
     def _run(
         self,
@@ -631,11 +663,12 @@ class _Call:
 class _Rerun:
     """The tensors that autograd saves in one rerun, each compared with its twin in the first run."""
 
-    __slots__ = ("_error", "_late", "_noted", "_stops", "_unfilled", "_wanted", "saved", "versions")
+    __slots__ = ("_compares", "_error", "_late", "_noted", "_stops", "_unfilled", "_wanted", "saved", "versions")
 
     def __init__(self, noted: _Noted, *, stops: bool, error: Callable[[Differs], CheckpointError | None]) -> None:
         self._noted = noted
         self._wanted = noted.so_far()
+        self._compares = noted.count >= 0 and noted.samples is not None  # before the first run is over some are missing
         self._stops = stops  # whether the rerun ends when it has all that is wanted
         self._error = error
         self._late: list[tuple[int, torch.Tensor]] = []  # which the operation that saves them may have to fill yet
@@ -649,32 +682,33 @@ class _Rerun:
         At the last tensor that is wanted it ends the rerun, before the operation that saves it has run; unless that
         operation may have to fill one of them yet: then at the next tensor.
         """
-        noted, late, wanted = self._noted, self._late, self._wanted
-        saved, append, note = self.saved, self.saved.append, self.versions.append
+        noted, late, wanted, samples = self._noted, self._late, self._wanted, self._noted.samples
+        saved, append, note, pack_constant = self.saved, self.saved.append, self.versions.append, self._pack_constant
         ends = wanted - 1 if self._stops else -1
-        likes, samples, unfilled = noted.likes, noted.samples, noted.late
-        # Samples of a first run that is not over yet may not have been taken.
-        sample = noted.sample if noted.count >= 0 and samples is not None else None
+        sample: Any = noted.sample if self._compares else None
+        small, compare = noted.small if self._compares else -1, self._compare
 
         def pack(tensor: torch.Tensor) -> int:
             number = len(saved)
             if number >= wanted:
                 return self._beyond(tensor)
-            if likes is not None and likes[number] != (tensor.shape, tensor.dtype, tensor.device):
-                raise Differs(number, f"it was {in_words(likes[number])}, now it is {in_words(_like(tensor))}")
             note(tensor._version)
-            if tensor.requires_grad:
+            if not tensor.requires_grad:
+                pack_constant(number, tensor)
+            else:
                 # Detached, or what the backward never asks for would keep the rerun's graph, which has this hook.
                 append(tensor.detach())
-            else:
-                append(tensor)
-                if number in unfilled if samples is not None else may_be_unfilled(tensor):
-                    late.append((number, tensor))
-                    self._unfilled = number
-            if sample is not None and number != self._unfilled:
-                now = sample(tensor)
-                if type(now) is not int or now != samples[number]:
-                    self._compare(number, tensor, now)
+                if (
+                    type(tensor) is _Usual
+                    and tensor.layout is _STRIDED
+                    and tensor.is_cpu
+                    and (size := tensor.nbytes) <= small
+                    and tensor.is_contiguous()
+                ):
+                    if checksum(read(tensor.data_ptr(), size)) != samples[number]:
+                        compare(number, tensor)
+                elif sample is not None:
+                    compare(number, tensor)
             if late:
                 self._compare_late(number - _LATE)
             if number == ends and number - self._unfilled > _LATE:
@@ -683,33 +717,55 @@ class _Rerun:
 
         return pack
 
+    def _pack_constant(self, number: int, tensor: torch.Tensor) -> None:
+        """Save a tensor that needs no gradient, such as noise that the operation which saves it may have to fill yet."""
+        self.saved.append(tensor)
+        if may_be_unfilled(tensor) if self._noted.samples is None else number in self._noted.late:
+            self._late.append((number, tensor))
+            self._unfilled = number
+        elif self._compares:
+            self._compare(number, tensor)
+
     def _beyond(self, tensor: torch.Tensor) -> int:
         """A tensor more than is wanted: the rerun ends here, unless the function has caught `_Stop` and goes on."""
         if self._stops:
             return self._wanted if _thread.has_stopped else _stop()
         raise Differs(self._wanted, f"the first run saved no more than {self._wanted:,}, now {in_words(_like(tensor))}")
 
-    def _compare(self, number: int, tensor: torch.Tensor, now: Sample) -> None:
-        then = self._noted.samples[number]
+    def _compare(self, number: int, tensor: torch.Tensor) -> None:
+        then, now = self._noted.samples[number], self._noted.sample(tensor)
         if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
             error = self._error
             compare_later(then, now, lambda: error(Differs(number, _OTHER_VALUES, in_values=True)))
         elif then != now and number not in self._noted.exempt:
-            raise Differs(number, f"{_OTHER_VALUES} ({in_words(_like(tensor))})", in_values=True)
+            raise self.unlike() or Differs(number, f"{_OTHER_VALUES} ({in_words(_like(tensor))})", in_values=True)
 
     def _compare_late(self, below: int) -> None:
-        compares = self._noted.count >= 0 and self._noted.samples is not None
         while self._late and self._late[0][0] < below:
             number, tensor = self._late.pop(0)
-            if compares:
-                self._compare(number, tensor, self._noted.sample(tensor))
+            if self._compares:
+                self._compare(number, tensor)
+
+    def unlike(self) -> Differs | None:
+        """The first tensor whose shape, dtype or device is not that of its twin."""
+        likes = self._noted.likes
+        rows: Any = zip(self.saved, () if likes is None else likes, strict=False)
+        for number, (tensor, then) in enumerate(rows):
+            if _like(tensor) != then:
+                return Differs(number, f"it was {in_words(then)}, now it is {in_words(_like(tensor))}")
+        return None
 
     def finish(self, rewritten: list[torch.Tensor]) -> None:
         """The function has run, or has been ended; `rewritten` tensors are about to have other values."""
-        number, wanted = len(self.saved), self._wanted
+        saved: Any = self.saved
+        number, wanted, likes = len(saved), self._wanted, self._noted.likes
         self._compare_late(number)
+        # Shape, dtype and device of all in one go: a tensor of another shape has other samples too, as a rule.
+        if likes is not None and [(tensor.shape, tensor.dtype, tensor.device) for tensor in saved] != likes[:number]:
+            differs = self.unlike()
+            if differs is not None:
+                raise differs
         if number < wanted:
-            likes = self._noted.likes
             then = "another one" if likes is None else in_words(likes[number])
             raise Differs(number, f"there was {then}, now there is nothing more, where the first run saved {wanted:,}")
         if rewritten:

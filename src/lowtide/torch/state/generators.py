@@ -39,6 +39,11 @@ class _Source(Protocol):
         """Go back to a state."""
 
 
+# Bytes of a state that are compared. The first draw moves the position, the 624th makes all words anew: states of one
+# generator with equal positions and first words are equal.
+_ENOUGH = 64
+
+
 class _TorchSource:
     __slots__ = ("_generator",)
 
@@ -70,20 +75,18 @@ class _PythonSource:
     """
 
     __slots__ = ("_generator", "_memory")
-    _SIZE = 625 * 4  # 624 words and the position
+    _SIZE = 625 * 4  # the position and 624 words
 
     def __init__(self, generator: random.Random) -> None:
         self._generator = generator
-        self._memory = (ctypes.c_char * self._SIZE).from_address(id(generator) + object.__basicsize__)
+        size = _ENOUGH if _python_words_are_known() else 0
+        self._memory = (ctypes.c_char * size).from_address(id(generator) + object.__basicsize__)
 
     def read(self, known: Any = None) -> Any:
-        words = self.words()
+        words = self._memory.raw or self._generator.getstate()[1]
         if known is not None and words == known[0] and self._generator.gauss_next == known[1][2]:  # type: ignore[attr-defined]
             return known
         return words, self._generator.getstate()
-
-    def words(self) -> Any:
-        return self._memory.raw if _python_words_are_known() else self._generator.getstate()[1]
 
     def write(self, state: Any) -> None:
         self._generator.setstate(state[1])
@@ -97,7 +100,8 @@ def _python_words_are_known() -> bool:
         return False  # pragma: no cover  (another Python)
     generator = random.Random(7)
     generator.random()
-    position, *words = struct.unpack("=625I", _PythonSource(generator)._memory.raw)
+    memory = ctypes.string_at(id(generator) + object.__basicsize__, _PythonSource._SIZE)
+    position, *words = struct.unpack("=625I", memory)
     return bool((*words, position) == generator.getstate()[1])
 
 
@@ -127,6 +131,9 @@ class _NumpySource:
             self._generator.set_state(state)  # type: ignore[union-attr]
 
 
+_numpys_bits = np.random.mtrand.get_bit_generator
+
+
 class _NumpyGlobalSource:
     """The generator behind `np.random.rand` and its like.
 
@@ -135,20 +142,25 @@ class _NumpyGlobalSource:
     take that one moves no word.
     """
 
-    __slots__ = ("_address", "_bits")
-    _SIZE = 625 * 4  # 624 words and the position
+    __slots__ = ("_bits", "_position", "_words")
+    _POSITION = 624 * 4  # where it is, behind the words
 
     def __init__(self) -> None:
-        self._bits: Any = None  # whose words are at the address; users may set another
-        self._address = 0
+        self._bits: Any = None  # whose words these are; users may set another
+        self._words = self._position = (ctypes.c_char * 0)()
 
     def read(self, known: Any = None) -> Any:
-        bits = np.random.mtrand.get_bit_generator()
+        bits = _numpys_bits()
         if bits is not self._bits:
             self._bits = bits
-            self._address = bits.ctypes.state_address if isinstance(bits, np.random.MT19937) else 0
-        words = ctypes.string_at(self._address, self._SIZE) if self._address else b""
-        if known is not None and self._address and words == known[0] and not known[1]["has_gauss"]:
+            if isinstance(bits, np.random.MT19937):
+                address = bits.ctypes.state_address
+                self._words = (ctypes.c_char * _ENOUGH).from_address(address)
+                self._position = (ctypes.c_char * 4).from_address(address + self._POSITION)
+            else:
+                self._words = self._position = (ctypes.c_char * 0)()
+        words = self._words.raw + self._position.raw
+        if known is not None and words and words == known[0] and not known[1]["has_gauss"]:
             return known
         state: Any = np.random.get_state(legacy=False)  # noqa: NPY002  (it is this one that is followed)
         if known is not None and words == known[0] and _same(state, known[1]):

@@ -29,11 +29,11 @@ Sample = int | torch.Tensor
 _ORDINARY = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _STRIDED = torch.strided
 _WORKSPACE = torch.uint8  # what kernels save for themselves, parts of which they never fill
-_WHOLE = 4096  # bytes up to which memory is read whole
+WHOLE = 4096  # bytes up to which memory is read whole
 _NUMBERS = 1024  # read of anything larger, at least
-_checksum = zlib.crc32
+checksum = zlib.crc32
 # Like `ctypes.string_at`, without its detour by Python.
-_read = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+read = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 # Memory at an address. An array type of ctypes would do, too, but makes a class for each size, which is a cycle.
@@ -43,7 +43,10 @@ _READ_ONLY = 0x100  # PyBUF_READ
 
 
 def sample_of(tensor: torch.Tensor) -> Sample:
-    """A sample of a tensor's numbers; 0 for one that has no numbers to read, such as a fake one."""
+    """A sample of a tensor's numbers; 0 for one that has no numbers to read, such as a fake one.
+
+    Of a contiguous tensor on the CPU of at most `WHOLE` bytes it is the `checksum` of what `read` reads.
+    """
     if type(tensor) not in _ORDINARY or tensor.layout is not _STRIDED:
         plain = _plain_part(tensor)
         return 0 if plain is None else sample_of(plain)
@@ -54,8 +57,8 @@ def sample_of(tensor: torch.Tensor) -> Sample:
     if tensor.is_leaf and tensor.requires_grad:
         return _sample_of_leaf(tensor)
     size = tensor.nbytes
-    if size <= _WHOLE and tensor.is_contiguous():  # the usual case: this takes less than a microsecond
-        return _checksum(_read(tensor.data_ptr(), size))
+    if size <= WHOLE and tensor.is_contiguous():  # the usual case: this takes less than a microsecond
+        return checksum(read(tensor.data_ptr(), size))
     return _sample_of_memory(tensor, size)
 
 
@@ -79,13 +82,13 @@ def _sample_of_memory(tensor: torch.Tensor, size: int) -> int:
     """The sample of a tensor on the CPU."""
     if not tensor.is_contiguous() and not _is_dense(tensor.shape, tensor.stride()):
         gathered = _spread(tensor.detach())
-        return _checksum(_read(gathered.data_ptr(), gathered.nbytes))
-    if size <= _WHOLE:
-        return _checksum(_read(tensor.data_ptr(), size))
+        return checksum(read(gathered.data_ptr(), gathered.nbytes))
+    if size <= WHOLE:
+        return checksum(read(tensor.data_ptr(), size))
     count = size // 4
     memory = np.frombuffer(_memory_at(tensor.data_ptr(), 4 * count, _READ_ONLY), dtype=np.uint32)
     # An odd stride, so that it is no multiple of the length of a row.
-    return _checksum(memory[:: (count // _NUMBERS) | 1].tobytes())
+    return checksum(memory[:: (count // _NUMBERS) | 1].tobytes())
 
 
 def may_be_unfilled(tensor: torch.Tensor) -> bool:
