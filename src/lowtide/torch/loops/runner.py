@@ -277,7 +277,7 @@ class StepRunner:
             # output of the piece was seen to have that form.
             note = self._noting(piece, put=put) if self._first_runs or not self._wants_only_edges() else None
             column = piece.outputs[0] if note is None and piece.outputs else None
-            prove, proves, is_tensor = self.proof.output, not (self.proof.never or put), self.outputs.is_tensor
+            prove = self.proof.output
             f, walk, counts, xs = self.stepper.taping, self._walk, self._walk.node_counts, piece.xs
             k, carry, last = start, self.carry, self.length - 1
             due, mark = walk.next_due(k, last), now()
@@ -287,14 +287,13 @@ class StepRunner:
                     ends, due = self._graph_ends(k, carry, xs), walk.next_due(k + 1, last)
                 carry, y = f(carry, x)
                 if column is not None:
+                    prove(k, [y])
                     if y.requires_grad:
                         column.append((k, edge_of(y)))
                 elif note is not None:
                     note(k, carry, y)
                 else:
                     column = self._first_edge(piece, k, y)
-                if proves:
-                    prove(k, [y] if is_tensor else self.outputs.leaves(k, y))
                 began, mark = mark, now()
                 if ends is not None or mark - began not in counts:
                     self._check_graph(piece, k, carry, y, ends, began)
@@ -340,6 +339,7 @@ class StepRunner:
     def _first_edge(self, piece: Piece, k: int, y: Any) -> list[tuple[int, GradientEdge]]:
         """Note the edge of the first output of a piece, a single tensor; returns where those of the others go."""
         [leaf] = self.outputs.leaves(k, y)
+        self.proof.output(k, [leaf])
         piece.outputs = [[(k, edge_of(leaf))] if leaf.requires_grad else []]
         return piece.outputs[0]
 
@@ -357,6 +357,8 @@ class StepRunner:
                 self.shared.ran(k, leaves)
             if put:
                 self._put(k, leaves)
+            else:
+                self.proof.output(k, leaves)
             if checks:
                 self.leaves = self.stepper.leaves(k, carry)
                 self._note_state(k + 1)

@@ -173,9 +173,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         self.needs_grad |= func in _NEEDING_GRAD
         if func in _BACKWARDS:
-            roots = {edge_of(tensor) for tensor in tensors_of(args[0]) if tensor.requires_grad}
-            leaves = (getattr(edge.node, "variable", None) for edge in strangers(roots, set(), 0))
-            self.graded.update({id(leaf): leaf for leaf in leaves if leaf is not None})
+            self._see_backward(args[0])
         for value in (*args, *kwargs.values()):
             for item in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(item, torch.Tensor):
@@ -185,6 +183,11 @@ class Watch(TorchFunctionMode):
                 elif isinstance(item, torch.Generator) and id(item) not in self.generators:
                     self.generators[id(item)] = (item, state_of(item))
         return func(*args, **kwargs)
+
+    def _see_backward(self, roots: Any) -> None:
+        edges = {edge_of(tensor) for tensor in tensors_of(roots) if tensor.requires_grad}
+        leaves = (getattr(edge.node, "variable", None) for edge in strangers(edges, set(), 0))
+        self.graded.update({id(leaf): leaf for leaf in leaves if leaf is not None})
 
 
 # --- what is captured

@@ -282,21 +282,23 @@ class Hidden:
         """Carry whatever has changed; returns whether anything new is carried now."""
         self._find_new()
         for entry in self._carried:
-            alive = ((tensor, version) for found, version in entry.latest if (tensor := found()) is not None)
-            entry.in_place |= any(_version(tensor) != version for tensor, version in alive)
+            entry.in_place |= _are_changed(entry.latest)
         carried = {(id(entry.record), entry.place) for entry in self._carried}
         before = len(self._carried)
         for record in self._records:
             replaced = set(record.replaced())
-            for place, slot in enumerate(record.slots):
+            for place in range(len(record.slots)):
                 if (id(record), place) not in carried:
-                    in_place = record.is_changed_in_place(place)
-                    wanted = not self._settled and any(_is_called(slot.label, name) for name in self._named)
-                    if in_place or wanted or place in replaced:
-                        self._carry(slot, record, place, in_place=in_place or wanted)
+                    self._carry_if_changed(record, place, is_replaced=place in replaced)
         for entry in self._carried:
             entry.latest = _with_versions(entry.slot.get())
         return len(self._carried) > before
+
+    def _carry_if_changed(self, record: _Record, place: int, *, is_replaced: bool) -> None:
+        slot, in_place = record.slots[place], record.is_changed_in_place(place)
+        wanted = not self._settled and any(_is_called(slot.label, name) for name in self._named)
+        if in_place or wanted or is_replaced:
+            self._carry(slot, record, place, in_place=in_place or wanted)
 
     def _carry(self, slot: _Slot, record: _Record, place: int, *, in_place: bool) -> None:
         numbers = record.numbers(place)
@@ -484,6 +486,11 @@ def _with_versions(value: Any) -> list[tuple[weakref.ref[torch.Tensor], int]]:
     tensors: list[torch.Tensor] = []
     tensors_in(value, tensors)
     return [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
+
+
+def _are_changed(tensors: list[tuple[weakref.ref[torch.Tensor], int]]) -> bool:
+    """Whether one of the tensors, if it is alive, no longer has its version."""
+    return any((tensor := found()) is not None and _version(tensor) != version for found, version in tensors)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

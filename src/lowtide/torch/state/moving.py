@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextvars
 import io
-import os
 import random
 import threading
 import types
@@ -20,6 +19,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from lowtide.torch.state.finding import Finds, named_by, names_in
-from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.structure import MODULE_INTERNALS, is_foreign, is_iterator, is_plain_object, slots_of
 
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -96,18 +95,12 @@ class Things:
     def put_back(self, before: Look) -> list[str]:
         """Put back numbers that have moved since a look; returns the names of other things that have."""
         for function in self._finds.functions:
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                if type(before.get(name)) in _COUNTERS and type(_sign_of_cell(cell)) in _COUNTERS:
-                    cell.cell_contents = before[name]
-            space = function.__globals__
-            for name in names_in(function.__code__):
-                if type(before.get(name)) in _COUNTERS and type(space.get(name)) in _COUNTERS:
-                    space[name] = before[name]
+            _put_back_variables(function, before)
             for name, value in named_by(function):
-                for key, part in list(getattr(value, "__dict__", {}).items()):
-                    old = before.get(f"{name}.{key}")
-                    if type(old) in _COUNTERS and type(part) in _COUNTERS and old != part:
-                        setattr(value, key, old)
+                attributes = {} if isinstance(value, type | types.ModuleType) else getattr(value, "__dict__", {})
+                for key, part in list(attributes.items()):
+                    if _is_count(part) and _is_count(before.get(f"{name}.{key}")):
+                        attributes[key] = before[f"{name}.{key}"]
         now = self.look()
         # What was None is a cache that is filled now, and iterators may or may not have moved.
         harmless = (_ALWAYS, repr(None))
@@ -116,11 +109,20 @@ class Things:
         ]
 
 
-def _sign_of_cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound
-        return None
+def _put_back_variables(function: types.FunctionType, before: Look) -> None:
+    """Put back numbers in variables that a function closes over, and in globals that it names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not bound
+            if _is_count(cell.cell_contents) and _is_count(before.get(name)):
+                cell.cell_contents = before[name]
+    space = function.__globals__
+    for name in names_in(function.__code__):
+        if _is_count(space.get(name)) and _is_count(before.get(name)):
+            space[name] = before[name]
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) in _COUNTERS
 
 
 def _within(name: str, value: Any, function: types.FunctionType | None) -> Iterator[tuple[str, Any]]:
@@ -181,19 +183,13 @@ def _sign_of(value: Any) -> Any:
         return value.tobytes()
     if isinstance(value, np.ndarray | array | bytearray):
         return _bytes_of(value)
-    if isinstance(value, list | tuple | set | deque | dict):
+    if isinstance(value, list | tuple | set | deque | dict | Mapping):
         return _sign_of_container(value)
-    if isinstance(value, GENERATORS):
-        return None  # repeated
     if isinstance(value, torch.Tensor):
         return id(value), 0 if value.is_inference() else value._version
     if isinstance(value, contextvars.ContextVar):
         return _sign_of(value.get(None))
-    if isinstance(value, io.IOBase) or value is os.environ or isinstance(value, Iterator):
-        return _ALWAYS
-    if isinstance(value, Mapping):  # a weak dictionary, a `UserDict`
-        return len(value), *(part for part in list(value.values()) if type(part) in _NUMBERS)
-    return None
+    return _ALWAYS if isinstance(value, io.IOBase | Iterator) else None
 
 
 def _bytes_of(array_: Any) -> bytes | None:
@@ -204,6 +200,8 @@ def _bytes_of(array_: Any) -> bytes | None:
 def _sign_of_container(value: Any) -> Any:
     if isinstance(value, set) or not value:
         return len(value)
+    if isinstance(value, Mapping) and not isinstance(value, dict):  # a weak dictionary, a `UserDict`
+        value = dict(value.items())
     if len(value) > _MOST_ENTRIES:
         return (len(value), *(repr(value[k]) for k in (0, -1))) if isinstance(value, list | deque) else len(value)
     entries = list(dict.values(value)) if isinstance(value, dict) else list(value)

@@ -237,16 +237,12 @@ class Owners:
         if known.training is not module.training:
             known.training = module.training
             known.steady.clear()
-        odd: list[str] = []
-        if not same_entries(attributes, known.attributes):
-            odd = [k for k, v in attributes.items() if k not in MODULE_INTERNALS and not _is_plain(v)]
-            # What holds objects is not remembered: they may hold the module, which would then never be freed.
-            known.attributes = {} if odd or any(attributes[name] for name in _OBJECTS) else dict(attributes)
+        odd = [] if same_entries(attributes, known.attributes) else _look_at(attributes, known)
         self._notes.append(ModuleNote(attributes, known.attributes or dict(attributes)))
-        if "_is_fsdp_managed_module" in attributes:
-            odd = [key for key in odd if not needs_grad(attributes[key])]
+        managed = "_is_fsdp_managed_module" in attributes  # its tensors are FSDP's
         for key in odd:
-            self._note_attribute(attributes, key, known)
+            if not managed or not needs_grad(attributes[key]):
+                self._note_attribute(attributes, key, known)
         self._note_registered(module, known)
         for generator in _generators_named_in(type(module)):
             self.find(generator)
@@ -392,6 +388,14 @@ def _generators_named_in(kind: type[nn.Module]) -> tuple[Any, ...]:
         named = [thing for _, thing in named_by(forward)] if is_users else []  # type: ignore[arg-type]  # a function
         known = _named_generators[kind] = tuple(thing for thing in named if isinstance(thing, GENERATORS))
     return known
+
+
+def _look_at(attributes: dict[str, Any], known: _Known) -> list[str]:
+    """The names of attributes that are not plain; if there are none, all are remembered."""
+    odd = [k for k, v in attributes.items() if k not in MODULE_INTERNALS and not _is_plain(v)]
+    # What holds objects is not remembered: they may hold the module, which would then never be freed.
+    known.attributes = {} if odd or any(attributes[name] for name in _OBJECTS) else dict(attributes)
+    return odd
 
 
 def _is_plain(value: Any) -> bool:
