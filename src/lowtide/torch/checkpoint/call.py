@@ -257,6 +257,7 @@ def _stop() -> NoReturn:
 _rows: dict[int, list[Likeness]] = {}
 _MOST_ROWS = 1_000  # above that they are forgotten
 _INTS = {int}
+_NO_NUMBERS: frozenset[int] = frozenset()  # an empty set of its own takes 216 bytes
 
 
 class _Noted:
@@ -268,10 +269,10 @@ class _Noted:
         self.count = -1  # how many there are; -1 until the first run is over
         self.likes: Any = None if uncompared else []
         self.samples: Any = None if check_rerun is False or (uncompared and not check_rerun) else []
-        self.exempt: set[int] = set()  # numbers of tensors that no two runs have alike
+        self.exempt = _NO_NUMBERS  # numbers of tensors that no two runs have alike
         self.sample = whole_sample_of if check_rerun else sample_of  # as the first run takes them
         self.small = -1 if check_rerun else WHOLE  # bytes up to which a sample is a checksum of them all
-        self.late: set[int] = set()  # numbers of tensors that the operations which save them may have to fill yet
+        self.late = _NO_NUMBERS  # numbers of tensors that the operations which save them may have to fill yet
         self._waiting: list[tuple[int, torch.Tensor]] = []  # those of which no sample was taken so far
         self._places: list[Place] | Iterator[int] | None = [] if debug else None
 
@@ -287,12 +288,20 @@ class _Noted:
 
     def _usual_hook(self) -> Callable[[torch.Tensor], int]:
         """The hook that notes likeness and sample, and is quick. The graph keeps it: its lists are emptied in the end."""
-        samples, waiting, small = self.samples, self._waiting, self.small
-        add_like, add_sample, sample, wait = self.likes.append, samples.append, self.sample, self._wait
+        samples, likes, waiting, small, sample = self.samples, self.likes, self._waiting, self.small, self.sample
 
-        def pack(tensor: torch.Tensor) -> int:
+        # Defaults are as quick as locals and take less room than a closure, of which every call would keep one.
+        def pack(
+            tensor: torch.Tensor,
+            samples: Any = samples,
+            likes: Any = likes,
+            waiting: Any = waiting,
+            small: int = small,
+            sample: Any = sample,
+            wait: Any = self._wait,
+        ) -> int:
             if not tensor.requires_grad or waiting:
-                add_like((tensor.shape, tensor.dtype, tensor.device))
+                likes.append((tensor.shape, tensor.dtype, tensor.device))
                 wait(tensor)
             # What `sample_of` does with the usual tensor, without the call: half of the time goes into such calls.
             elif (
@@ -302,11 +311,11 @@ class _Noted:
                 and (size := tensor.nbytes) <= small
                 and tensor.is_contiguous()
             ):
-                add_like((tensor.shape, tensor.dtype, _CPU))
-                add_sample(checksum(read(tensor.data_ptr(), size)))
+                likes.append((tensor.shape, tensor.dtype, _CPU))
+                samples.append(checksum(read(tensor.data_ptr(), size)))
             else:
-                add_like((tensor.shape, tensor.dtype, tensor.device))
-                add_sample(sample(tensor))
+                likes.append((tensor.shape, tensor.dtype, tensor.device))
+                samples.append(sample(tensor))
             return len(samples) - 1
 
         return pack
@@ -327,7 +336,7 @@ class _Noted:
         number = len(self.samples)
         if may_be_unfilled(tensor):
             self.samples.append(0)
-            self.late.add(number)
+            self.late |= {number}
             self._waiting.append((number, tensor))
         else:
             self.samples.append(self.sample(tensor))
@@ -353,16 +362,15 @@ class _Noted:
         self._look_again(self.count)
         if self.samples is not None:
             taken = self.samples
-            self.samples = array("Q", taken) if set(map(type, taken)) <= _INTS else tuple(taken)
+            self.samples = array("Q", taken) if set(map(type, taken)) <= _INTS else taken.copy()
             taken.clear()
         if self.likes is not None:
-            row = list(self.likes)
-            self.likes.clear()
-            usual = _rows.setdefault(len(row), row)
-            if usual != row:
-                _rows[len(row)] = usual = row
-            if len(_rows) > _MOST_ROWS:
-                _rows.clear()
+            row, usual = self.likes, _rows.get(self.count)
+            if usual is None or usual != row:
+                if len(_rows) >= _MOST_ROWS:
+                    _rows.clear()
+                _rows[self.count] = usual = row.copy()
+            row.clear()
             self.likes = usual
 
     def place(self, number: int) -> Place | None:
@@ -635,7 +643,7 @@ class _Call:
         except Exception:  # whatever it is, the first error is the one to report
             place = None
         if function in _PARTLY_FILLED and differs.in_values:
-            self._noted.exempt.add(differs.number)
+            self._noted.exempt |= {differs.number}
             return None
         where, noted = "", self._noted.place(differs.number)
         if place is not None:
