@@ -228,7 +228,12 @@ class Counting(nn.Module):
 
 for _name, _make in ROWS.items():
     INSIDE[_name] = functools.partial(Counting, _make, by_name=False)
-for _name, _make in {"namespace": lambda: SimpleNamespace(n=0), "dataclass": Settings, "slots": Node}.items():
+BY_NAME: dict[str, Callable[[], Any]] = {
+    "namespace": lambda: SimpleNamespace(n=0),
+    "dataclass": Settings,
+    "slots": Node,
+}
+for _name, _make in BY_NAME.items():
     INSIDE[_name] = functools.partial(Counting, _make, by_name=True)
 
 

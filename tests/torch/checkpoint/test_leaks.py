@@ -1,4 +1,4 @@
-"""Whatever of a graph a backward asks for: once the step is over, its tensors are gone, without the garbage collector."""
+"""Whatever of a graph a backward asks for: once the step is over, its tensors are gone, without the collector."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def nested_and_not_used(checkpoint: Callable[..., Any]) -> None:
 @pattern
 def modules_with_statistics(checkpoint: Callable[..., Any]) -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.Tanh())
-    a, b = checkpoint(lambda x: (net(x), net(x).exp()), _leaves()[0])
+    a, _ = checkpoint(lambda x: (net(x), net(x).exp()), _leaves()[0])
     a.sum().backward(inputs=list(net.parameters()), retain_graph=True)
 
 

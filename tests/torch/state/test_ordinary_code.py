@@ -31,7 +31,7 @@ from torch import nn
 from tqdm import tqdm
 
 import lowtide.torch as lt
-from lowtide.torch.state import growth
+from lowtide.torch.state import surroundings as growth
 from lowtide.torch.state.bits import same_bits
 from tests.torch.state.partners import norse
 
@@ -581,7 +581,7 @@ def test_it_is_not_refused_and_nobody_is_warned(
 def _nothing_is_told_yet() -> None:
     """Every test begins as a process does: what grows is told once in each."""
     for known in (growth._looked, growth._told, growth._suspected):
-        known.clear()  # type: ignore[attr-defined]  # a dict and two sets
+        known.clear()
 
 
 def warned(make: Callable[[Core], Ordinary], front_end: str) -> list[str]:

@@ -5,9 +5,9 @@ the plain call. Only the tensors that autograd saves are not kept: a pair of sav
 instead. When the backward unpacks the first number, the function runs once more, and the tensors that autograd saves in
 that rerun are those that the numbers stand for. They are stored detached: the rerun's graph is not needed, and what the
 backward never asks for must not keep it alive. The rerun finds owners, arguments, generators and settings as the
-first run found them (`owners.py`, `arguments.py`, `generators.py` and `ambient.py` in `state/`). Whatever else a function
-can see is not followed; instead samples of what both runs save are compared, and a difference is an error (`samples.py`,
-`mismatch.py`).
+first run found them (`owners.py`, `structure.py`, `generators.py` and `ambient.py` in `state/`). Whatever else a
+function can see is not followed; instead samples of what both runs save are compared, and a difference is an error
+(`samples.py`, `mismatch.py`).
 
 Calls may be nested. The arguments of an inner call are then saved through the outer call's hooks, so they are not kept
 either; before an inner call is rerun, the calls around it are, from the outside in.
@@ -34,10 +34,9 @@ from lowtide.checks import function as check_function
 from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient
-from lowtide.torch.state.arguments import KeptTensors
 from lowtide.torch.state.generators import Generators
-from lowtide.torch.state.growth import first_look
 from lowtide.torch.state.mismatch import Differs, Likeness, Naming, Place, in_words
+from lowtide.torch.state.notes import KeptTensors
 from lowtide.torch.state.owners import Owners, begin_meeting, end_meeting
 from lowtide.torch.state.samples import (
     WHOLE,
@@ -49,6 +48,7 @@ from lowtide.torch.state.samples import (
     whole_sample_of,
 )
 from lowtide.torch.state.structure import Structure
+from lowtide.torch.state.surroundings import first_look
 
 Result = TypeVar("Result")
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -121,8 +121,7 @@ def checkpoint(
     if determinism_check not in _CHECKS:
         raise InputError(f"determinism_check={determinism_check!r} is not known; give one of {', '.join(_CHECKS)}")
     check_function(function, "function")
-    if check_rerun is None and not preserve_rng_state:
-        check_rerun = False  # other random numbers are other values
+    noted = _Noted(determinism_check == "none", _compared(check_rerun, preserve_rng_state), debug)
     stack = _thread.calls
     first, again = (None, None) if context_fn is None else context_fn()
     result: Any = None  # a context that suppresses an exception leaves it so
@@ -130,7 +129,7 @@ def checkpoint(
         if len(stack) > 8:
             _make_room(24)
         call = _Call(function, args, kwargs, early_stop, Ambient(contexts), again)
-        call.begin(stack, _Noted(determinism_check == "none", check_rerun, debug), preserve_rng_state)
+        call.begin(stack, noted, preserve_rng_state)
         if call.is_lazy:
             call.end(stack)
             return function(*args, **kwargs)
@@ -142,15 +141,24 @@ def checkpoint(
                     result = function(*args, **kwargs)
         finally:
             call.end(stack)
-    except RecursionError:
-        if len(stack) < 20:  # the function's own recursion, not nested checkpoint calls
-            raise
-        raise CheckpointError(
-            f"checkpoint calls are nested {len(stack):,} deep, and Python's stack of {sys.getrecursionlimit():,} "
-            "frames is full; nest fewer of them, or raise sys.setrecursionlimit"
-        ) from None
+    except RecursionError as error:
+        _refuse_depth(len(stack), error)
     call.finish()
     return result  # type: ignore[no-any-return]
+
+
+def _compared(check_rerun: bool | None, preserve_rng_state: bool) -> bool | None:
+    """What is compared unless somebody says: other random numbers are other values."""
+    return False if check_rerun is None and not preserve_rng_state else check_rerun
+
+
+def _refuse_depth(depth: int, error: RecursionError) -> NoReturn:
+    if depth < 20:  # the function's own recursion, not nested checkpoint calls
+        raise error
+    raise CheckpointError(
+        f"checkpoint calls are nested {depth:,} deep, and Python's stack of {sys.getrecursionlimit():,} frames is full; "
+        "nest fewer of them, or raise sys.setrecursionlimit"
+    ) from None
 
 
 def _own_keywords(
@@ -200,8 +208,8 @@ def _traced(
     )
 
 
-# Where `torch.compile` cannot trace the function, the call is made as if nothing were compiled. Without this, the compiler
-# would trace `checkpoint` itself next, and find nothing but torch's checkpoint to be called.
+# Where `torch.compile` cannot trace the function, the call is made as if nothing were compiled. Without this, the
+# compiler would trace `checkpoint` itself next, and find nothing but torch's checkpoint to be called.
 _frames = torch._C._dynamo.eval_frame
 _frames.set_code_exec_strategy(
     checkpoint.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
@@ -252,8 +260,8 @@ def _stop() -> NoReturn:
     raise _Stop
 
 
-# By length, the latest row of likenesses (shape, dtype, device). Most calls are like the one before: such a call costs a
-# reference instead of a tuple for each saved tensor.
+# By length, the latest row of likenesses (shape, dtype, device). Most calls are like the one before: such a call costs
+# a # reference instead of a tuple for each saved tensor.
 _rows: dict[int, list[Likeness]] = {}
 _MOST_ROWS = 1_000  # above that they are forgotten
 _INTS = {int}
@@ -287,7 +295,7 @@ class _Noted:
         return self._pack_some
 
     def _usual_hook(self) -> Callable[[torch.Tensor], int]:
-        """The hook that notes likeness and sample, and is quick. The graph keeps it: its lists are emptied in the end."""
+        """The quick hook, which notes likeness and sample. The graph keeps it, so its lists are emptied in the end."""
         samples, likes, waiting, small, sample = self.samples, self.likes, self._waiting, self.small, self.sample
 
         # Defaults are as quick as locals and take less room than a closure, of which every call would keep one.
@@ -605,7 +613,7 @@ class _Call:
         self.reached = 0
         with recording.recomputing():
             _set_grad(True)
-            _push_hooks(pack, saved.__getitem__)
+            _push_hooks(pack, saved.__getitem__)  # type: ignore[arg-type]  # of tensors that are all there yet
             _thread.has_stopped = False
             try:
                 self._function(*args, **kwargs)
@@ -726,7 +734,7 @@ class _Rerun:
         return pack
 
     def _pack_constant(self, number: int, tensor: torch.Tensor) -> None:
-        """Save a tensor that needs no gradient, such as noise that the operation which saves it may have to fill yet."""
+        """Save a tensor that needs no gradient, such as noise that its operation may have to fill yet."""
         self.saved.append(tensor)
         if may_be_unfilled(tensor) if self._noted.samples is None else number in self._noted.late:
             self._late.append((number, tensor))

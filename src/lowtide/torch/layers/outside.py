@@ -15,12 +15,11 @@ from torch import nn
 
 from lowtide.torch.memory.tracker import copied, detached, tensors_of
 from lowtide.torch.state.ambient import aside
-from lowtide.torch.state.capture import edge_set, edges_of, now
-from lowtide.torch.state.finding import Finds
+from lowtide.torch.state.capture import edge_set, edges_of, graph_of, now
 from lowtide.torch.state.generators import Randomness
 from lowtide.torch.state.hidden import left_as_it_was
-from lowtide.torch.state.moving import Things, graph_of, moved
 from lowtide.torch.state.samples import sample_of
+from lowtide.torch.state.surroundings import Finds, Things, moved
 
 _RUNS = 4  # of each layer, to see whether it does the same each time
 _Layers = list[Callable[[Any], Any]]

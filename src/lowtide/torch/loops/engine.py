@@ -21,7 +21,7 @@ from lowtide.torch.loops.pullback import Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.state.capture import now
-from lowtide.torch.state.growth import first_look
+from lowtide.torch.state.surroundings import first_look
 
 
 class Engine:

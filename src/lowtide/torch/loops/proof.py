@@ -3,7 +3,7 @@
 Every step is taped once, and then its output is compared with that of its first run; the state is compared wherever a
 tape or a run without one ends. By default that is done by samples, with `check_rerun=True` by every bit and at every
 step, with False not at all. Where a counter or an iterator outside moves while the first steps run, the graphs of
-first runs and reruns are compared too, since such a thing can change a graph and no value (`state/moving.py`).
+first runs and reruns are compared too, since such a thing can change a graph and no value (`state/surroundings.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import CheckpointError
-from lowtide.torch.state.moving import Graph
+from lowtide.torch.state.capture import Graph
 from lowtide.torch.state.samples import Sample, compare_later, sample_of, whole_sample_of
 
 _MASK = (1 << 64) - 1

@@ -31,6 +31,7 @@ from lowtide.torch.state.capture import (
     edge_of,
     edge_set,
     edges_of,
+    graph_of,
     has_gradient,
     is_differentiable,
     now,
@@ -38,7 +39,7 @@ from lowtide.torch.state.capture import (
 )
 from lowtide.torch.state.generators import Mark, Randomness
 from lowtide.torch.state.hidden import Hidden, HiddenState
-from lowtide.torch.state.moving import Things, collected, graph_of, moved, warn_of_moved
+from lowtide.torch.state.surroundings import Things, collected, moved, warn_of_moved
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from lowtide.torch.memory import recording
-from lowtide.torch.state.finding import Finds
 from lowtide.torch.state.generators import Randomness
+from lowtide.torch.state.surroundings import Finds
 
 
 @cache

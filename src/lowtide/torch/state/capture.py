@@ -314,6 +314,7 @@ class _Substituting(TorchFunctionMode):
 
 # --- later steps: do they reach anything else
 
+_NUMBER_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _calls = count()
 
 
@@ -350,3 +351,72 @@ class Walk:
                 f"step {k:,} uses a tensor {what} ({node.name()}) that the first step did not touch, so its gradient "
                 "would be lost; use it in the first step too, or name it: captures=(tensor,)"
             )
+
+
+# --- the graph of a step
+
+Graph = tuple[Any, ...]
+
+
+def graph_of(results: Iterable[GradientEdge | None], ends: set[GradientEdge], since: int) -> Graph:
+    """What tells the graph of a step: its nodes and how they follow on each other, with the numbers in custom ones.
+
+    Args:
+        results: where gradients enter; None where none does.
+        ends: where they come out.
+        since: the sequence number from which on nodes are the step's own.
+    """
+    numbers: dict[Node, int] = {}
+    order: list[tuple[Node, Any]] = []
+    roots = list(results)
+    stack = [edge.node for edge in reversed(roots) if edge is not None and edge not in ends]
+    while stack:
+        node = stack.pop()
+        if node not in numbers:
+            numbers[node] = len(order)
+            below = node.next_functions if node._sequence_nr() >= since else ()
+            order.append((node, below))
+            stack += [b for b, k in reversed(below) if b is not None and GradientEdge(b, k) not in ends]
+
+    def number(node: Node | None, k: int) -> int | None:
+        return None if node is None else -1 if GradientEdge(node, k) in ends else numbers[node]
+
+    rows = [(_name_of(node), _numbers_of(node), tuple(number(b, k) for b, k in below)) for node, below in order]
+    return (*(None if edge is None else number(edge.node, edge.output_nr) for edge in roots), *rows)
+
+
+def _name_of(node: Node) -> str:
+    name = node.name()
+    return "reshape" if name in _VIEWS else name
+
+
+# A reshape leaves one or the other of these, depending on who watches.
+_VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
+
+
+def _numbers_of(node: Any) -> tuple[Any, ...]:
+    """Numbers that an operation was given, or a custom Function has put into its context."""
+    attributes = getattr(node, "__dict__", None)
+    if attributes is not None:
+        return tuple((name, repr(value)) for name, value in attributes.items() if type(value) in _NUMBER_TYPES)
+    own = []
+    for name in _saved_by(type(node)):
+        raw = getattr(node, f"_raw{name}", None)
+        if raw is None or getattr(raw, "unpack_hook", None) is None:  # else to look would run somebody's hook
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # a tensor that was changed in place since: the backward will say so
+                continue
+            if type(value) in _NUMBER_TYPES or (isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cpu):
+                own.append((name.removeprefix("_saved_"), repr(value)))
+    return tuple(own)
+
+
+_saved_names: dict[type, tuple[str, ...]] = {}  # by torch's own classes of nodes
+
+
+def _saved_by(kind: type) -> tuple[str, ...]:
+    """The names under which an operation's node has what it saved."""
+    if kind not in _saved_names:
+        _saved_names[kind] = tuple(name for name in dir(kind) if name.startswith("_saved_"))
+    return _saved_names[kind]

@@ -29,9 +29,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.state.bits import checksum, same_bits
 from lowtide.torch.state.capture import edge_of
-from lowtide.torch.state.finding import Finds
 from lowtide.torch.state.notes import SMALL, needs_grad
 from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Structure, replaced, tensors_in
+from lowtide.torch.state.surroundings import Finds
 
 MISSING: Any = object()
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})

@@ -30,7 +30,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from lowtide.errors import CheckpointError
-from lowtide.torch.state.finding import named_by
 from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.notes import (
     SMALL,
@@ -48,6 +47,7 @@ from lowtide.torch.state.notes import (
 )
 from lowtide.torch.state.plain_modules import plain_modules
 from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, is_foreign, is_plain_object, slots_of
+from lowtide.torch.state.surroundings import named_by
 
 _ANY = float("inf")
 _MOST_DEPTH = 8  # of containers and objects in each other

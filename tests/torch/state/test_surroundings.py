@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import lowtide.torch as lt
-from lowtide.torch.state import growth
-from lowtide.torch.state.growth import Growth
+from lowtide.torch.state import surroundings as growth
+from lowtide.torch.state.surroundings import Growth
 
 ROWS: list[Any] = []
 CASES: dict[str, Callable[[], tuple[Any, str]]] = {}
@@ -66,7 +66,8 @@ def a_dict_and_a_set_and_a_deque() -> tuple[Any, str]:
     queue: deque[Any] = deque()
 
     def function(x: torch.Tensor) -> Any:
-        table[len(table)] = kinds.add(len(kinds))
+        table[len(table)] = len(kinds)
+        kinds.add(len(kinds))
         queue.append(x.detach())
         return x.sin()
 

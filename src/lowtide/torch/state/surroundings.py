@@ -1,0 +1,480 @@
+"""What a function can see beside its arguments: what takes part with it, what moves while it runs, what grows.
+
+Modules, objects whose methods are called, generators and other functions are found where a function says so itself:
+what it is bound to, closes over, has for defaults, is given by a `partial`, or names among its globals; in containers
+among these, and in the attributes of plain objects, one level down. Modules that a function comes by in other ways are
+met when they are called.
+
+What is not in modules or arguments is the user's: it is neither followed nor put back. But the small things among it
+are looked at before and after the first runs of a loop's step: numbers, small containers and arrays, iterators. A loop
+differentiates the graphs of reruns, and such a thing can change a graph without changing any value: where to detach,
+the slope of a surrogate. Where one moves, and only there, graphs are compared. That something moves is no fault by
+itself: a progress bar does. And a list that a function collects in grows again in a rerun, of which the user is told.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import io
+import random
+import threading
+import types
+import warnings
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lowtide.torch.state.generators import KINDS as GENERATORS
+from lowtide.torch.state.structure import MODULE_INTERNALS, is_foreign, is_iterator, is_plain_object, slots_of
+
+_MOST_DEPTH = 8  # of functions that name functions
+_MOST_FOUND = 100  # of a container that are looked at
+FUNCTIONS = (
+    *(types.FunctionType, types.MethodType, functools.partial),
+    *(types.BuiltinMethodType, types.MethodWrapperType),  # of an object of C, such as `counter.__next__`
+)
+
+
+class Finds:
+    """What is found in some things; each thing once.
+
+    Attributes:
+        modules: modules, but not those inside them.
+        objects: objects of the user's whose method, or which themselves, are called.
+        generators: random generators.
+        functions: functions of the user's own that may be called.
+        held: what a function of C is bound to, or a partial is given, with a name.
+        labels: by identity, the names under which functions hold things.
+    """
+
+    __slots__ = ("_seen", "functions", "generators", "held", "labels", "modules", "objects")
+
+    def __init__(self, things: Iterable[Any] = ()) -> None:
+        self._seen: set[int] = set()
+        self.modules: list[nn.Module] = []
+        self.objects: list[Any] = []
+        self.generators: list[Any] = []
+        self.functions: list[types.FunctionType] = []
+        self.held: list[tuple[str, Any]] = []
+        self.labels: dict[int, str] = {}
+        for thing in things:
+            self.find(thing)
+
+    def find(self, thing: Any, depth: int = 0) -> None:
+        """Look at a function, a module, a generator, or an object that is called."""
+        if id(thing) in self._seen or depth > _MOST_DEPTH:
+            return
+        self._seen.add(id(thing))
+        if isinstance(thing, nn.Module):
+            self.modules.append(thing)
+            for module in thing.modules():
+                self._find_in_module(module, depth)
+        elif isinstance(thing, GENERATORS):
+            self.generators.append(thing)
+        elif isinstance(thing, FUNCTIONS):
+            self._find_in_function(thing, depth)
+        elif callable(thing):
+            self._find_owner(thing)
+            self.find(getattr(type(thing), "__call__"), depth + 1)  # noqa: B004, B009  (the method that is called)
+
+    def _find_in_function(self, function: Any, depth: int) -> None:
+        if isinstance(function, types.FunctionType):
+            if not is_foreign(function.__module__):
+                self.functions.append(function)
+                for name, value in named_by(function):
+                    self.labels.setdefault(id(value), name)
+                    self._find_held(value, depth)
+        elif isinstance(function, types.MethodType):
+            self.find(function.__func__, depth + 1)
+            self._find_owner(function.__self__)
+        elif isinstance(function, functools.partial):
+            self.find(function.func, depth + 1)
+            given = {f"argument {k}": part for k, part in enumerate(function.args)} | function.keywords
+            for name, part in given.items():
+                self.held.append((name, part))
+                self._find_held(part, depth)
+        elif not isinstance(function.__self__, types.ModuleType):  # `counter.__next__`, `rows.pop`
+            self.held.append((self.labels.get(id(function), function.__name__), function.__self__))
+
+    def _find_in_module(self, module: nn.Module, depth: int) -> None:
+        """Look for generators that a module has, and at what its `forward`, its hooks and its functions name."""
+        if isinstance(module, torch.jit.ScriptModule):  # sees nothing of Python's
+            return
+        for value in vars(module).values():
+            if isinstance(value, (*GENERATORS, *FUNCTIONS)):
+                self.find(value, depth + 1)
+        for function in (type(module).forward, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            self.find(function, depth + 1)
+        for kind in type(module).__mro__:
+            if not is_foreign(kind.__module__):
+                self._add_methods(kind)
+
+    def _add_methods(self, kind: type) -> None:
+        """Add functions that `forward` may call; modules that they name take part only if they are called."""
+        for value in list(vars(kind).values()):
+            method = value.fget if isinstance(value, property) else value
+            if isinstance(method, types.FunctionType) and id(method) not in self._seen:
+                self._seen.add(id(method))
+                self.functions.append(method)
+
+    def _find_owner(self, owner: Any) -> None:
+        if isinstance(owner, nn.Module):
+            self.find(owner)
+        elif is_plain_object(type(owner)) and not any(owner is known for known in self.objects):
+            self.objects.append(owner)
+            self._find_in_attributes(owner)
+
+    def _find_held(self, value: Any, depth: int) -> None:
+        """Look at something that a function holds."""
+        if type(value) in weakref.ProxyTypes:  # to look at one may fail
+            return
+        if isinstance(value, (nn.Module, *GENERATORS, *FUNCTIONS)):
+            self.find(value, depth + 1)
+        elif isinstance(value, list | tuple | deque | dict):
+            for part in _first_of(value):
+                if isinstance(part, (nn.Module, *GENERATORS, *FUNCTIONS)):
+                    self.find(part, depth + 1)
+        elif is_plain_object(type(value)):  # the user's own, but for the modules and generators that it has
+            self._find_in_attributes(value)
+
+    def _find_in_attributes(self, thing: Any) -> None:
+        for value in _first_of(getattr(thing, "__dict__", {})):
+            for part in (value, *(_first_of(value) if isinstance(value, list | tuple | dict) else ())):
+                if isinstance(part, (nn.Module, *GENERATORS)):
+                    self.find(part)
+
+
+def _first_of(container: Any) -> list[Any]:
+    """The first entries of a container, without proxies: to look at one of these may fail."""
+    entries = dict.values(container) if isinstance(container, dict) else container
+    return [part for part in islice(entries, _MOST_FOUND) if type(part) not in weakref.ProxyTypes]
+
+
+def named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Names and values of what a function closes over, has for defaults, and names among its globals."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield f"a default argument of {function.__name__}", default
+    for name in names_in(function.__code__):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals and attributes in a function's code, and in that of functions made inside."""
+    names = dict.fromkeys(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            names.update(dict.fromkeys(names_in(inner)))
+    return tuple(names)
+
+
+# --- things that move
+
+_PLAIN_NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_COUNTERS = frozenset({bool, int, float})
+_MOST_ENTRIES = 1000  # of a container whose numbers are looked at; of a longer one, its length
+_MOST_BYTES = 1024  # of an array
+# Whoever names one of these may read what somebody writes meanwhile.
+_OUTSIDE = frozenset({"open", "environ", "getenv", "read_text", "readline"})
+_REPEATED = (
+    *_PLAIN_NUMBERS,
+    nn.Module,
+    torch.Tensor,
+    list,
+    tuple,
+    dict,
+    set,
+    deque,
+    np.ndarray,
+    array,
+    bytearray,
+    type,
+)
+_ALWAYS: Any = object()  # what cannot be looked at without changing it, and is taken to move
+
+Look = dict[str, Any]
+
+
+class Things:
+    """The small things that functions and the classes of modules can see."""
+
+    __slots__ = ("_finds", "_kinds", "_modules")
+
+    def __init__(self, finds: Finds, modules: Iterable[nn.Module]) -> None:
+        self._finds = finds
+        self._modules = list(modules)
+        kinds = {kind for module in self._modules for kind in type(module).__mro__ if not is_foreign(kind.__module__)}
+        self._kinds = [*kinds, *{type(thing) for thing in finds.objects}]
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Names and values of what the functions name, and of attributes one level down."""
+        for function in self._finds.functions:
+            for name, value in named_by(function):
+                yield from _within(name, value, function)
+            yield from _entries(function.__name__, vars(function))
+        for name, value in (*self._finds.held, *self._not_repeated()):
+            yield from _within(name, value, None)
+        for kind in self._kinds:
+            yield from _entries(kind.__name__, vars(kind))
+        for thing in self._finds.objects:  # numbers and tensors of it are repeated, its containers are not
+            repeated = (*_PLAIN_NUMBERS, torch.Tensor)
+            own = {key: part for key, part in _own_attributes(thing).items() if not isinstance(part, repeated)}
+            yield from _entries("self", own)
+
+    def _not_repeated(self) -> Iterator[tuple[str, Any]]:
+        """What modules have that is none of the kinds which are repeated for a rerun: files, schedulers, and so on."""
+        for module in self._modules:
+            for name, value in list(vars(module).items()):
+                repeated = isinstance(value, _REPEATED) or is_iterator(value) or is_plain_object(type(value))
+                if name not in MODULE_INTERNALS and not repeated:
+                    yield f"{type(module).__name__}.{name}", value
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names of the values that are tensors or have tensors in them, with each of these."""
+        return ((name, part) for name, value in self.values() for part in _tensors_in(value))
+
+    def look(self) -> Look:
+        """What can be seen of them now, by name."""
+        seen: Look = {"random": random.getstate()[1][-1], "np.random": _numpy_position()}
+        for function in self._finds.functions:
+            if _OUTSIDE.intersection(names_in(function.__code__)):
+                seen[f"what {function.__name__} reads"] = _ALWAYS
+        for name, value in self.values():
+            sign = _sign_of(value)
+            if sign is not None:
+                seen[name] = sign
+        return seen
+
+    def put_back(self, before: Look) -> list[str]:
+        """Put back numbers that have moved since a look; returns the names of other things that have."""
+        for function in self._finds.functions:
+            _put_back_variables(function, before)
+            for name, value in named_by(function):
+                attributes = {} if isinstance(value, type | types.ModuleType) else getattr(value, "__dict__", {})
+                for key, part in list(attributes.items()):
+                    if _is_count(part) and _is_count(before.get(f"{name}.{key}")):
+                        attributes[key] = before[f"{name}.{key}"]
+        now = self.look()
+        # What was None is a cache that is filled now, and iterators may or may not have moved.
+        harmless = (_ALWAYS, repr(None))
+        return [
+            name for name in moved(before, now) if now.get(name) is not _ALWAYS and before.get(name) not in harmless
+        ]
+
+
+def _put_back_variables(function: types.FunctionType, before: Look) -> None:
+    """Put back numbers in variables that a function closes over, and in globals that it names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not bound
+            if _is_count(cell.cell_contents) and _is_count(before.get(name)):
+                cell.cell_contents = before[name]
+    space = function.__globals__
+    for name in names_in(function.__code__):
+        if _is_count(space.get(name)) and _is_count(before.get(name)):
+            space[name] = before[name]
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) in _COUNTERS
+
+
+def _within(name: str, value: Any, function: types.FunctionType | None) -> Iterator[tuple[str, Any]]:
+    """A value and its attributes, two levels down where these are plain objects."""
+    if type(value) in weakref.ProxyTypes:  # to look at one may fail
+        return
+    yield name, value
+    for path, part in _entries(name, _attributes_of(value, function)):
+        yield path, part
+        if is_plain_object(type(part)):
+            yield from _entries(path, _own_attributes(part))
+
+
+def _entries(name: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    own = ((key, part) for key, part in list(entries.items()) if not key.startswith("__"))
+    return ((f"{name}.{key}", part) for key, part in own if type(part) not in weakref.ProxyTypes)
+
+
+def _own_attributes(thing: Any) -> dict[str, Any]:
+    slots = {slot.__name__: getattr(thing, slot.__name__, None) for slot in slots_of(thing)}
+    return {**getattr(thing, "__dict__", {}), **slots}
+
+
+def _attributes_of(value: Any, function: types.FunctionType | None) -> Mapping[str, Any]:
+    """The attributes, one level down, of something that a function names, if they are anybody's to move."""
+    if isinstance(value, types.ModuleType):
+        named = set() if function is None else set(names_in(function.__code__))
+        return {} if is_foreign(value.__name__) else {key: p for key, p in vars(value).items() if key in named}
+    if isinstance(value, type):
+        return {} if is_foreign(value.__module__) else vars(value)
+    if isinstance(value, nn.Module | torch.Tensor | types.FunctionType | types.MethodType):
+        return {}  # modules are repeated, functions have been found, and what becomes of a tensor shows in values
+    if isinstance(value, threading.local | torch.optim.lr_scheduler.LRScheduler):
+        return vars(value)
+    if is_foreign(type(value).__module__) and not is_plain_object(type(value)):
+        return {}
+    kind = type(value)
+    return {**({} if is_foreign(kind.__module__) else vars(kind)), **_own_attributes(value)}
+
+
+def moved(before: Look, after: Look) -> list[str]:
+    """The names of things that are not as they were, or cannot be told."""
+    names = [name for name in after if name not in before or after[name] is _ALWAYS or before[name] != after[name]]
+    return names + [name for name in before if name not in after]
+
+
+def _numpy_position() -> Any:
+    state: Any = np.random.get_state(legacy=False)  # noqa: NPY002  (it is this one that is looked at)
+    return state["state"].get("pos"), state.get("gauss")
+
+
+def _sign_of(value: Any) -> Any:
+    """Something that is another when the value has moved; None for what is not small or not looked at."""
+    kind = type(value)
+    if kind in _PLAIN_NUMBERS:
+        return value if value is not None and value == value else repr(value)
+    if isinstance(value, np.generic):
+        return value.tobytes()
+    if isinstance(value, np.ndarray | array | bytearray):
+        return _bytes_of(value)
+    if isinstance(value, list | tuple | set | deque | dict | Mapping):
+        return _sign_of_container(value)
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, contextvars.ContextVar):
+        return _sign_of(value.get(None))
+    return _ALWAYS if isinstance(value, io.IOBase | Iterator) else None
+
+
+def _bytes_of(array_: Any) -> bytes | None:
+    view = memoryview(array_)
+    return view.tobytes() if view.nbytes <= _MOST_BYTES and view.format != "O" else None
+
+
+def _sign_of_container(value: Any) -> Any:
+    if isinstance(value, set) or not value:
+        return len(value)
+    if isinstance(value, Mapping) and not isinstance(value, dict):  # a weak dictionary, a `UserDict`
+        value = dict(value.items())
+    if len(value) > _MOST_ENTRIES:
+        return (len(value), *(repr(value[k]) for k in (0, -1))) if isinstance(value, list | deque) else len(value)
+    entries = list(dict.values(value)) if isinstance(value, dict) else list(value)
+    return len(value), *(part if type(part) in _PLAIN_NUMBERS else id(part) for part in entries)
+
+
+def warn_of_moved(things: Things, before: Look) -> None:
+    """After runs for the sake of measuring: put back numbers that they moved, and warn of what cannot be put back."""
+    if names := things.put_back(before):
+        warnings.warn(
+            f"planning ran the function, and with it moved {', '.join(names)}, outside its modules and arguments, "
+            "where it stays moved; plan before such things matter, or make them part of a module or of the arguments",
+            stacklevel=3,
+        )
+
+
+# --- tensors with a gradient that are put outside
+
+
+def collected(things: Things, since: int) -> list[str]:
+    """Names of what a step has put tensors of its graph into, since the mark: gradients through them would be lost."""
+    made = (name for name, t in things.tensors() if t.grad_fn is not None and t.grad_fn._sequence_nr() >= since)
+    return list(dict.fromkeys(made))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | deque | dict):
+        entries = list(dict.values(value)) if isinstance(value, dict) else list(value)
+        yield from (part for part in entries[-_MOST_ENTRIES:] if isinstance(part, torch.Tensor))
+
+
+# --- containers that grow in a rerun
+
+_CONTAINERS = (list, dict, deque, set)
+
+# What was looked at, by id, until it is gone: functions by their code, which a closure made anew has too.
+_looked: dict[int, weakref.ref[Any]] = {}
+_suspected: set[tuple[int, str]] = set()  # containers that another thread may have made longer
+_told: set[tuple[str, str]] = set()
+
+
+def first_look(*things: Any) -> Growth | None:
+    """Lengths of the containers of functions and modules about to run again; None if they were looked at before."""
+    for thing in things:
+        if id(_key_of(thing)) not in _looked:
+            return Growth(*things)
+    return None
+
+
+class Growth:
+    """How long the containers are that functions or modules can see."""
+
+    def __init__(self, *things: Any) -> None:
+        self._keys = [_key_of(thing) for thing in things]
+        finds = Finds(things)
+        modules = [module for root in finds.modules for module in root.modules()]
+        found = {id(value): (name, value) for name, value in Things(finds, modules).values()}
+        self._lengths = [(name, value, len(value)) for name, value in found.values() if isinstance(value, _CONTAINERS)]
+
+    def grown(self) -> list[tuple[str, Any]]:
+        """Containers that are longer by now, with their names."""
+        return [(name, container) for name, container, length in self._lengths if len(container) > length]
+
+    def tell(self) -> None:
+        """Warn of containers that are longer by now, and have these functions and modules looked at no more.
+
+        Where other threads run, one of them may have made it longer: then it is told if it happens again.
+        """
+        names, first = [name for name, _ in self.grown()], id(self._keys[0])
+        if threading.active_count() > 1 and (new := {(first, name) for name in names} - _suspected):
+            _suspected.update(new)
+            return
+        for key in self._keys:
+            _remember(key)
+        for name in names:
+            warn_of_growth(name, getattr(self._keys[0], "co_name", type(self._keys[0]).__name__))
+
+
+def warn_of_growth(name: str, function: str) -> None:
+    """Warn, once, that a container grew while a function was run again."""
+    if (name, function) in _told:
+        return
+    _told.add((name, function))
+    warnings.warn(
+        f"`{name}` grew while `{function}` was recomputed for the backward: side effects run again in a recomputation, "
+        "so it has entries twice. Guard them with `if not lt.is_recomputing():`, or return what is collected as an "
+        "output of the function",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _key_of(thing: Any) -> Any:
+    if type(thing) is types.FunctionType:
+        return thing.__code__
+    if type(thing) is types.MethodType:
+        return thing.__self__ if isinstance(thing.__self__, nn.Module) else thing.__func__
+    return _key_of(thing.func) if isinstance(thing, functools.partial) else thing
+
+
+def _remember(key: Any) -> None:
+    number, forget = id(key), _looked.pop  # what is referred to may outlive our names
+    try:
+        _looked[number] = weakref.ref(key, lambda _: forget(number, None))
+    except TypeError:  # of a kind that cannot be referred to, such as a function of C
+        _looked[number] = lambda: key  # type: ignore[assignment]  # kept for good: there are few
