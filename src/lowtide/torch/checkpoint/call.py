@@ -156,8 +156,8 @@ def _refuse_depth(depth: int, error: RecursionError) -> NoReturn:
     if depth < 20:  # the function's own recursion, not nested checkpoint calls
         raise error
     raise CheckpointError(
-        f"checkpoint calls are nested {depth:,} deep, and Python's stack of {sys.getrecursionlimit():,} frames is full; "
-        "nest fewer of them, or raise sys.setrecursionlimit"
+        f"checkpoint calls are nested {depth:,} deep, and Python's stack of {sys.getrecursionlimit():,} frames is "
+        "full; nest fewer of them, or raise sys.setrecursionlimit"
     ) from None
 
 
@@ -218,31 +218,11 @@ _frames.set_code_exec_strategy(
 
 class _CheckpointThread(threading.local):
     def __init__(self) -> None:
-        self.calls: list[tuple[_Call, bool]] = []  # calls that are running, outermost first; True for a rerun
+        self.calls: list[tuple[_Call, bool]] = recording.running()  # outermost first; True for a rerun
         self.has_stopped = False  # whether the latest rerun was ended
 
 
 _thread = _CheckpointThread()
-
-
-def remember(decision: Any) -> None:
-    """Remember what was decided in the first run of the innermost call, if one is running, for its reruns."""
-    if _thread.calls:
-        call, is_rerun = _thread.calls[-1]
-        if not is_rerun:
-            call.decisions = [*(call.decisions or ()), decision]
-
-
-def remembered() -> Any:
-    """In a rerun, what was remembered next in the first run; None elsewhere, and if there is no more.
-
-    For what depends on calls made before, such as which tape a lean call keeps: a rerun has to go the same way.
-    """
-    if not _thread.calls or not _thread.calls[-1][1]:
-        return None
-    call = _thread.calls[-1][0]
-    call.reached += 1
-    return call.decisions[call.reached - 1] if call.decisions and call.reached <= len(call.decisions) else None
 
 
 def _make_room(depth: int) -> None:

@@ -18,7 +18,6 @@ from lowtide.checks import function as check_function
 from lowtide.errors import InputError
 from lowtide.interface.cache import Cache
 from lowtide.sizes import check_budget
-from lowtide.torch.checkpoint.call import remember, remembered
 from lowtide.torch.lean.graph import LeanGraph, LeanPoint, LeanSize, Recipe, sizes_in_bits
 from lowtide.torch.lean.guards import Guards
 from lowtide.torch.lean.tape import Doubt, LeanTape
@@ -63,10 +62,10 @@ def lean(
         return function(*args, **kwargs)
     check_function(function, "function")
     _check_tape(tape)
-    found, again = look_up(function, args, kwargs), remembered()
+    found, again = look_up(function, args, kwargs), recording.remembered()
     if again is _PLAINLY or not found.guards.is_plain:
         # In a rerun FSDP may have gathered what was sharded in the first run: then it does not decide.
-        remember(_PLAINLY)
+        recording.remember(_PLAINLY)
         return function(*args, **kwargs)
     result: Result = found.kind.call(function, args, kwargs, found, tape, again)
     return result
@@ -277,15 +276,15 @@ class _Kind:
         if variant is None:
             if len(self._variants) >= _MOST_VARIANTS:
                 self._say("goes another way for each of many numbers that it is given or keeps")
-                remember(_PLAINLY)
+                recording.remember(_PLAINLY)
                 return function(*args, **kwargs)
             result, variant, lean_tape = self._trace(function, args, kwargs, guards)
             recipe = variant.graph.recipe(tape)
-            remember(_Decision(guards.key, recipe, variant.doubt))
+            recording.remember(_Decision(guards.key, recipe, variant.doubt))
             lean_tape.close_traced(recipe, guards.tensors, variant.doubt)
             return result
         recipe = variant.graph.recipe(tape)
-        remember(_Decision(guards.key, recipe, variant.doubt))
+        recording.remember(_Decision(guards.key, recipe, variant.doubt))
         result, lean_tape = self._follow(recipe, variant.doubt, function, args, kwargs, guards)
         self._learn_from(lean_tape, variant)
         return result

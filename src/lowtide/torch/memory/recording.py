@@ -149,6 +149,9 @@ class _RecordingThread(threading.local):
     recomputing = False
     plainly = False
 
+    def __init__(self) -> None:
+        self.running: list[tuple[Any, bool]] = []  # checkpoint calls, outermost first; True for a rerun
+
 
 _thread = _RecordingThread()
 
@@ -169,6 +172,31 @@ class recomputing:  # noqa: N801  (used like a function)
 
     def __exit__(self, *_: object) -> None:
         _thread.recomputing = self._before
+
+
+def running() -> list[tuple[Any, bool]]:
+    """The checkpoint calls that run in this thread, outermost first, each with whether it is a rerun."""
+    return _thread.running
+
+
+def remember(decision: Any) -> None:
+    """Remember, for reruns, what was decided in the first run of the innermost checkpoint call, if one is running."""
+    if _thread.running:
+        call, is_rerun = _thread.running[-1]
+        if not is_rerun:
+            call.decisions = [*(call.decisions or ()), decision]
+
+
+def remembered() -> Any:
+    """In a rerun, what was remembered next in the first run; None elsewhere, and if there is no more.
+
+    For what depends on calls made before, such as which tape a lean call keeps: a rerun has to go the same way.
+    """
+    if not _thread.running or not _thread.running[-1][1]:
+        return None
+    call = _thread.running[-1][0]
+    call.reached += 1
+    return call.decisions[call.reached - 1] if call.decisions and call.reached <= len(call.decisions) else None
 
 
 def runs_plainly() -> bool:
