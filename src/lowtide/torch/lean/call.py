@@ -279,15 +279,30 @@ class _Kind:
                 recording.remember(_PLAINLY)
                 return function(*args, **kwargs)
             result, variant, lean_tape = self._trace(function, args, kwargs, guards)
+<<<<<<< HEAD
             recipe = variant.graph.recipe(tape)
             recording.remember(_Decision(guards.key, recipe, variant.doubt))
             lean_tape.close_traced(recipe, guards.tensors, variant.doubt)
             return result
         recipe = variant.graph.recipe(tape)
         recording.remember(_Decision(guards.key, recipe, variant.doubt))
+=======
+            recipe = self._recipe(variant, tape)
+            remember(_Decision(guards.key, recipe, variant.doubt))
+            lean_tape.close_traced(recipe, guards.tensors, variant.doubt)
+            return result
+        recipe = self._recipe(variant, tape)
+        remember(_Decision(guards.key, recipe, variant.doubt))
+>>>>>>> lean
         result, lean_tape = self._follow(recipe, variant.doubt, function, args, kwargs, guards)
         self._learn_from(lean_tape, variant)
         return result
+
+    def _recipe(self, variant: _Variant, tape: int | str | LeanSize | None) -> Recipe:
+        """The recipe for a tape, which was planned for one of the variants: others may have no such tape."""
+        if isinstance(tape, LeanSize) and len(self._variants) > 1:
+            tape = tape._replace(strict=False)
+        return variant.graph.recipe(tape)
 
     def _follow(
         self, recipe: Recipe, doubt: Doubt, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], guards: Guards
