@@ -279,21 +279,12 @@ class _Kind:
                 recording.remember(_PLAINLY)
                 return function(*args, **kwargs)
             result, variant, lean_tape = self._trace(function, args, kwargs, guards)
-<<<<<<< HEAD
-            recipe = variant.graph.recipe(tape)
+            recipe = self._recipe(variant, tape)
             recording.remember(_Decision(guards.key, recipe, variant.doubt))
             lean_tape.close_traced(recipe, guards.tensors, variant.doubt)
             return result
-        recipe = variant.graph.recipe(tape)
-        recording.remember(_Decision(guards.key, recipe, variant.doubt))
-=======
-            recipe = self._recipe(variant, tape)
-            remember(_Decision(guards.key, recipe, variant.doubt))
-            lean_tape.close_traced(recipe, guards.tensors, variant.doubt)
-            return result
         recipe = self._recipe(variant, tape)
-        remember(_Decision(guards.key, recipe, variant.doubt))
->>>>>>> lean
+        recording.remember(_Decision(guards.key, recipe, variant.doubt))
         result, lean_tape = self._follow(recipe, variant.doubt, function, args, kwargs, guards)
         self._learn_from(lean_tape, variant)
         return result
