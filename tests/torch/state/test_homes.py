@@ -138,7 +138,6 @@ def test_every_front_end_runs_the_function_again(front_end: str, kind: str) -> N
     assert any(again > plain for plain, again in found)
 
 
-@pytest.mark.filterwarnings("ignore:.* grew while")
 @pytest.mark.parametrize("name", ["closure: number", "global: list", "function attribute"])
 def test_the_judge_sees_a_program_that_is_silently_wrong(name: str) -> None:
     run = Run("unchecked", run_calls, {"check_rerun": False})

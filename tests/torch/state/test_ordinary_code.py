@@ -580,7 +580,7 @@ def test_it_is_not_refused_and_nobody_is_warned(
 @pytest.fixture(autouse=True)
 def _nothing_is_told_yet() -> None:
     """Every test begins as a process does: what grows is told once in each."""
-    for known in (growth._looked, growth._told, growth._suspected):
+    for known in (growth._looked, growth._told):
         known.clear()
 
 
@@ -590,8 +590,7 @@ def warned(make: Callable[[Core], Ordinary], front_end: str) -> list[str]:
     option = {"early_stop": False} if front_end == "checkpoint" else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(3):  # where other threads run, growth is told when it is seen again
-            found = outcome(make, front_end, option)
+        found = outcome(make, front_end, option)
     assert_same(found, outcome(make, front_end, None))
     return [str(each.message) for each in caught]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -153,7 +152,6 @@ def _run(function: Callable[..., Any], times: int = 1) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "_told", set())
-    monkeypatch.setattr(growth, "_suspected", set())
     monkeypatch.setattr(growth, "_looked", {})
 
 
@@ -233,24 +231,3 @@ def test_containers_are_looked_at_in_the_first_rerun_only(monkeypatch: pytest.Mo
     looked.clear()
     del net
     assert len(growth._looked) == known - 1
-
-
-def test_where_other_threads_run_it_is_told_if_it_happens_again() -> None:
-    rows: list[Any] = []
-
-    def function(x: torch.Tensor) -> Any:
-        rows.append(x.detach())
-        return x.sin()
-
-    wait = threading.Event()
-    thread = threading.Thread(target=wait.wait)
-    thread.start()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            _run(function)
-        with pytest.warns(UserWarning, match="`rows` grew"):
-            _run(function)
-    finally:
-        wait.set()
-        thread.join()

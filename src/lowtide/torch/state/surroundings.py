@@ -409,7 +409,6 @@ _CONTAINERS = (list, dict, deque, set)
 
 # What was looked at, by id, until it is gone: functions by their code, which a closure made anew has too.
 _looked: dict[int, weakref.ref[Any]] = {}
-_suspected: set[tuple[int, str]] = set()  # containers that another thread may have made longer
 _told: set[tuple[str, str]] = set()
 
 
@@ -436,17 +435,10 @@ class Growth:
         return [(name, container) for name, container, length in self._lengths if len(container) > length]
 
     def tell(self) -> None:
-        """Warn of containers that are longer by now, and have these functions and modules looked at no more.
-
-        Where other threads run, one of them may have made it longer: then it is told if it happens again.
-        """
-        names, first = [name for name, _ in self.grown()], id(self._keys[0])
-        if threading.active_count() > 1 and (new := {(first, name) for name in names} - _suspected):
-            _suspected.update(new)
-            return
+        """Warn of containers that are longer by now, and have these functions and modules looked at no more."""
         for key in self._keys:
             _remember(key)
-        for name in names:
+        for name, _ in self.grown():
             warn_of_growth(name, getattr(self._keys[0], "co_name", type(self._keys[0]).__name__))
 
 
