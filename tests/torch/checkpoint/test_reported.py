@@ -117,6 +117,8 @@ def test_words_of_the_functions_own_reach_it(function: Callable[..., Any], given
     assert contexts == given.get("contexts")
     assert check_rerun == given.get("check_rerun")
     y.sum().backward()
+    with torch.no_grad():
+        assert lt.checkpoint(function, _leaf(), **given)[1:] == (contexts, check_rerun)
 
 
 def test_words_that_can_only_be_meant_for_checkpoint_are_its_own() -> None:

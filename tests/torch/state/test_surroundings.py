@@ -160,7 +160,7 @@ def test_it_is_told_once_by_name_with_both_remedies(name: str) -> None:
     function, container = CASES[name]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _run(function)
+        _run(function, 2)  # in the second rerun, if a thread is left of another test
     texts = [str(warning.message) for warning in caught]
     assert all(warning.category is UserWarning for warning in caught)
     assert sorted(text.split("`")[1] for text in texts) == container.split(" ")

@@ -42,6 +42,7 @@ from lowtide.torch.state.samples import (
     WHOLE,
     checksum,
     compare_later,
+    is_gone,
     may_be_unfilled,
     read,
     sample_of,
@@ -61,13 +62,13 @@ _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 _traces = torch._C._is_tracing  # whether `torch.jit.trace` is at work, which records operations, not graphs
 _CHECKS = ("default", "none")
-_Usual, _STRIDED, _CPU = torch.Tensor, torch.strided, torch.device("cpu")
+_USUAL, _STRIDED, _CPU = {torch.Tensor, nn.Parameter}, torch.strided, torch.device("cpu")
 _SIMPLE = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size})  # arguments
 # An operation may save what it has yet to fill, such as the noise of rrelu, and so many tensors more before it runs.
 _LATE = 1
 # Operations that save tensors of which they leave parts unfilled, such as the noise of rrelu in eval.
 _PARTLY_FILLED = frozenset(f"torch.{place}{name}" for place in ("", "nn.functional.") for name in ("ctc_loss", "rrelu"))
-_NO_GENERATORS = nullcontext()
+_NO_CONTEXT = nullcontext()
 _NO_CONTEXTS: tuple[Any, ...] = ()
 _OTHER_VALUES = "its values are not those of the first run"
 
@@ -112,33 +113,27 @@ def checkpoint(
     Raises:
         CheckpointError: in the backward, if the rerun differs from the first run; `.grad` is then not to be trusted.
     """
+    if contexts is not _NO_CONTEXTS or check_rerun is not None:
+        contexts, check_rerun, kwargs = _own_keywords(function, contexts, check_rerun, kwargs)
     if _compiling():  # pragma: no cover  (it is traced, not run)
         return _traced(function, args, kwargs, context_fn, preserve_rng_state)
     if not torch.is_grad_enabled() or recording.runs_plainly() or _transformed() is not None or _traces():
         return function(*args, **kwargs)
-    if contexts is not _NO_CONTEXTS or check_rerun is not None:
-        contexts, check_rerun, kwargs = _own_keywords(function, contexts, check_rerun, kwargs)
     if determinism_check not in _CHECKS:
         raise InputError(f"determinism_check={determinism_check!r} is not known; give one of {', '.join(_CHECKS)}")
     check_function(function, "function")
     noted = _Noted(determinism_check == "none", _compared(check_rerun, preserve_rng_state), debug)
     stack = _thread.calls
-    first, again = (None, None) if context_fn is None else context_fn()
+    first, again = (_NO_CONTEXT, None) if context_fn is None else context_fn()
     result: Any = None  # a context that suppresses an exception leaves it so
     try:
         if len(stack) > 8:
             _make_room(24)
         call = _Call(function, args, kwargs, early_stop, Ambient(contexts), again)
         call.begin(stack, noted, preserve_rng_state)
-        if call.is_lazy:
-            call.end(stack)
-            return function(*args, **kwargs)
         try:
-            if first is None:
+            with first:
                 result = function(*args, **kwargs)
-            else:
-                with first:
-                    result = function(*args, **kwargs)
         finally:
             call.end(stack)
     except RecursionError as error:
@@ -241,7 +236,7 @@ def _stop() -> NoReturn:
 
 
 # By length, the latest row of likenesses (shape, dtype, device). Most calls are like the one before: such a call costs
-# a # reference instead of a tuple for each saved tensor.
+# a reference instead of a tuple for each saved tensor.
 _rows: dict[int, list[Likeness]] = {}
 _MOST_ROWS = 1_000  # above that they are forgotten
 _INTS = {int}
@@ -293,7 +288,7 @@ class _Noted:
                 wait(tensor)
             # What `sample_of` does with the usual tensor, without the call: half of the time goes into such calls.
             elif (
-                type(tensor) is _Usual
+                type(tensor) in _USUAL
                 and tensor.layout is _STRIDED
                 and tensor.is_cpu
                 and (size := tensor.nbytes) <= small
@@ -333,7 +328,10 @@ class _Noted:
     def _look_again(self, below: int) -> None:
         while self._waiting and self._waiting[0][0] < below:
             number, tensor = self._waiting.pop(0)
-            self.samples[number] = self.sample(tensor)
+            if is_gone(tensor):
+                self.exempt |= {number}
+            else:
+                self.samples[number] = self.sample(tensor)
 
     def so_far(self) -> int:
         """How many tensors the first run has saved, now or by its end."""
@@ -385,7 +383,6 @@ class _Call:
         "_places",
         "_structure",
         "decisions",
-        "is_lazy",
         "outer",
         "reached",
         "store",
@@ -408,7 +405,6 @@ class _Call:
         self._context = context
         # The call around this one, and the range of its saved tensors that are our arguments.
         self.outer: tuple[_Call, int, int] | None = None
-        self.is_lazy = False
         self.decisions: list[Any] | None = None  # what calls inside remember
         self.reached = 0  # how many of these the present rerun has asked for
         self.store: list[torch.Tensor | None] = []  # saved by the latest rerun; None once handed out
@@ -457,14 +453,16 @@ class _Call:
             self._generators = Generators()
         self._owners = owners = Owners(_ignored if self._generators is None else self._generators.follow)
         owners.find_call(self._function, self._arguments if self._structure is not None else [])
-        self.is_lazy = owners.is_lazy
-        _push_hooks(noted.hook(), self.unpack)
+        if not owners.is_lazy:  # a lazy one becomes another module in its first run, so it runs plainly
+            _push_hooks(noted.hook(), self.unpack)
         begin_meeting(owners)
         stack.append((self, False))
 
     def end(self, stack: list[tuple[_Call, bool]]) -> None:
         """End the first run, also after an exception."""
-        _pop_hooks()
+        assert self._owners is not None
+        if not self._owners.is_lazy:
+            _pop_hooks()
         stack.pop()
         end_meeting()
 
@@ -563,7 +561,7 @@ class _Call:
             kwargs = dict(zip(self._keys, values[positional:], strict=True))
             values = values[:positional]
         if self._owners is None and self._context is None and self._ambient.is_now():
-            with _NO_GENERATORS if self._generators is None else self._generators.again():
+            with _NO_CONTEXT if self._generators is None else self._generators.again():
                 self._run_here(pack, saved, values, kwargs)
                 finish([])
             return
@@ -694,13 +692,9 @@ class _Rerun:
             else:
                 # Detached, or what the backward never asks for would keep the rerun's graph, which has this hook.
                 append(tensor.detach())
-                if (
-                    type(tensor) is _Usual
-                    and tensor.layout is _STRIDED
-                    and tensor.is_cpu
-                    and (size := tensor.nbytes) <= small
-                    and tensor.is_contiguous()
-                ):
+                size = tensor.nbytes
+                usual = size <= small and type(tensor) in _USUAL and tensor.is_cpu
+                if usual and tensor.layout is _STRIDED and tensor.is_contiguous():
                     if checksum(read(tensor.data_ptr(), size)) != samples[number]:
                         compare(number, tensor)
                 elif sample is not None:
@@ -739,7 +733,7 @@ class _Rerun:
     def _compare_late(self, below: int) -> None:
         while self._late and self._late[0][0] < below:
             number, tensor = self._late.pop(0)
-            if self._compares:
+            if self._compares and not is_gone(tensor):
                 self._compare(number, tensor)
 
     def unlike(self) -> Differs | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -54,32 +53,14 @@ def sample_of(tensor: torch.Tensor) -> Sample:
         return 0 if tensor.is_meta else _spread(tensor.detach())
     if tensor.dtype is _WORKSPACE:
         return 0
-    if tensor.is_leaf and tensor.requires_grad:
-        return _sample_of_leaf(tensor)
     size = tensor.nbytes
     if size <= WHOLE and tensor.is_contiguous():  # the usual case: this takes less than a microsecond
         return checksum(read(tensor.data_ptr(), size))
     return _sample_of_memory(tensor, size)
 
 
-# Samples of parameters, which many calls save, with the version and the address for which they hold. What is written to
-# them behind autograd's back shows in what is computed from them.
-_leaves: dict[int, tuple[weakref.ref[torch.Tensor], int, int, int]] = {}
-
-
-def _sample_of_leaf(tensor: torch.Tensor) -> int:
-    key = id(tensor)
-    known = _leaves.get(key)
-    address, version = tensor.data_ptr(), tensor._version
-    if known is None or known[2] != address or known[1] != version or known[0]() is not tensor:
-        forget = _leaves.pop  # the tensor may outlive our names
-        reference = weakref.ref(tensor, lambda _: forget(key, None))
-        known = _leaves[key] = (reference, version, address, _sample_of_memory(tensor, tensor.nbytes))
-    return known[3]
-
-
 def _sample_of_memory(tensor: torch.Tensor, size: int) -> int:
-    """The sample of a tensor on the CPU."""
+    """The sample of a tensor on the CPU that is large, or not contiguous."""
     if not tensor.is_contiguous() and not _is_dense(tensor.shape, tensor.stride()):
         gathered = _spread(tensor.detach())
         return checksum(read(gathered.data_ptr(), gathered.nbytes))
@@ -93,7 +74,13 @@ def _sample_of_memory(tensor: torch.Tensor, size: int) -> int:
 
 def may_be_unfilled(tensor: torch.Tensor) -> bool:
     """Whether a tensor that is saved may be scratch space which its operation has yet to fill, like rrelu's noise."""
-    return not tensor.requires_grad and tensor._version == 0 and tensor.is_floating_point()
+    is_constant = type(tensor) is torch.Tensor and not tensor.requires_grad
+    return is_constant and tensor._version == 0 and tensor.is_floating_point()
+
+
+def is_gone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory was freed since it was saved, as FSDP does it with gathered parameters."""
+    return tensor.layout is _STRIDED and tensor.untyped_storage().nbytes() < tensor.nbytes
 
 
 def whole_sample_of(tensor: torch.Tensor) -> Sample:
