@@ -11,7 +11,6 @@ from lowtide.errors import (
     FunctionError,
     InputError,
     LowtideError,
-    OtherDrawsError,
     PlanError,
 )
 from lowtide.plan import Bill, Plan, Receipt, show_in_notebooks
@@ -38,7 +37,6 @@ __all__ = [
     "FunctionError",
     "InputError",
     "LowtideError",
-    "OtherDrawsError",
     "Plan",
     "PlanError",
     "Receipt",

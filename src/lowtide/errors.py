@@ -6,7 +6,6 @@
     |   `-- FunctionError (TypeError)   a function that cannot be used: not callable, wrong result, no such derivative
     |-- PlanError (ValueError)          a plan that breaks the rules: `.place`, `.action`, `.state`
     `-- CheckpointError (RuntimeError)  a run that cannot reproduce the plain run's result
-        `-- OtherDrawsError             a rerun that drew other random numbers: `.crowded` if another thread did
 
 Every message states the numbers involved and a way out.
 """
@@ -69,15 +68,3 @@ class PlanError(LowtideError, ValueError):
 
 class CheckpointError(LowtideError, RuntimeError):
     """A run that cannot reproduce the plain run's result: raised instead of returning a different one."""
-
-
-class OtherDrawsError(CheckpointError):
-    """The rerun drew other random numbers than the first run, or it cannot be determined whether it did.
-
-    Attributes:
-        crowded: whether the cause is another thread that drew from the same generator in the meantime.
-    """
-
-    def __init__(self, message: str, *, crowded: bool) -> None:
-        super().__init__(message)
-        self.crowded = crowded

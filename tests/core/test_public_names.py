@@ -19,7 +19,6 @@ def test_the_public_names_are_frozen() -> None:
         "FunctionError",
         "InputError",
         "LowtideError",
-        "OtherDrawsError",
         "Plan",
         "PlanError",
         "Receipt",

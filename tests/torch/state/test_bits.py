@@ -1,11 +1,11 @@
-"""Bits of tensors: what is the same, and checksums that tell apart what is not."""
+"""Bits of tensors: what is the same."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lowtide.torch.state.bits import checksum, same_bits, words
+from lowtide.torch.state.bits import same_bits, words
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
@@ -18,7 +18,6 @@ def test_bits_tell_zeros_apart_and_nan_from_nothing(dtype: torch.dtype) -> None:
     assert torch.equal(zero, zero.neg())
     assert not same_bits(zero, zero.neg())
     assert not same_bits(zero, nan)
-    assert checksum(zero) == 0 != checksum(zero.neg())
     assert not words(zero.requires_grad_()).requires_grad
 
 
@@ -26,7 +25,6 @@ def test_bits_tell_zeros_apart_and_nan_from_nothing(dtype: torch.dtype) -> None:
 def test_whole_numbers_are_their_own_words(dtype: torch.dtype) -> None:
     ones = torch.ones(3, dtype=dtype)
     assert words(ones).dtype == dtype
-    assert checksum(ones) != checksum(torch.zeros(3, dtype=dtype))
     assert not same_bits(ones, torch.zeros(3, dtype=dtype))
 
 
@@ -35,8 +33,6 @@ def test_bits_are_those_of_the_value_not_of_the_layout() -> None:
     assert same_bits(value.conj(), value.conj().resolve_conj())
     assert same_bits(value.conj().imag, -value.imag)
     assert same_bits(value.t(), value.t().contiguous())
-    assert checksum(value.t()) == checksum(value.t().contiguous())
-    assert checksum(value.flip(0)) != checksum(value)
 
 
 def test_shape_and_dtype_belong_to_the_value() -> None:

@@ -251,17 +251,14 @@ class StepRunner:
         """
         if self._first_runs and not self.stepper.fits(carry):
             self.restart()
-            self._first_step_where(lambda: False)
+            self._run_again_carefully()
 
-    def _first_step_where(self, happened: Callable[[], bool]) -> int:
-        """Run from the start with care, keeping nothing, until `happened()`; returns that step."""
+    def _run_again_carefully(self) -> None:
+        """Run from the start with care, keeping nothing: the step that is at fault raises its error."""
         with torch.no_grad():
             for k, x in enumerate(self.inputs.rows(0, self.length)):
-                self.run_carefully(k, x)
                 recording.count(probe=1)
-                if happened():
-                    return k
-        return self.length - 1
+                self.run_carefully(k, x)
 
     # --- running steps with their tape
 

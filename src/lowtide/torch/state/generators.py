@@ -299,10 +299,6 @@ class Randomness:
                 source.write(state)
         self._mark = (*mark, *self._mark[len(mark) :])
 
-    def is_at(self, mark: Mark) -> bool:
-        """Whether the generators are at a mark."""
-        return all(source.read(state) is state for source, state in zip(self._sources, mark, strict=False))
-
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, anything may be drawn; afterwards the states are what they were."""

@@ -27,9 +27,10 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lowtide.errors import CheckpointError, InputError
-from lowtide.torch.state.bits import checksum, same_bits
+from lowtide.torch.state.bits import same_bits
 from lowtide.torch.state.capture import edge_of
 from lowtide.torch.state.notes import SMALL, needs_grad
+from lowtide.torch.state.samples import Sample, whole_sample_of
 from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Structure, replaced, tensors_in
 from lowtide.torch.state.surroundings import Finds
 
@@ -71,7 +72,7 @@ class _Record:
         self._structure = Structure([self.values[place] for place in rows], self.tensors)
         self.versions = _versions(self.tensors)
         self.copies = [_copied(tensor) if _is_readable(tensor) else None for tensor in self.tensors]
-        self._sums = [0] * len(self.tensors)  # of those whose copies were let go
+        self._sums: list[Sample] = [0] * len(self.tensors)  # of those whose copies were let go
         # Tensors with a history: where it ends, and a tensor that still has it when the step has changed this one.
         self.origins = [(edge_of(t), t.clone()) if _has_history(t) else None for t in self.tensors]
 
@@ -89,7 +90,7 @@ class _Record:
             for number in self.numbers(place):
                 copy = self.copies[number]
                 if copy is not None and copy.nbytes > SMALL:
-                    self._sums[number], self.copies[number] = checksum(copy), None
+                    self._sums[number], self.copies[number] = whole_sample_of(copy), None
 
     def is_changed_in_place(self, place: int) -> bool:
         """Whether tensors of the slot were written to since."""
@@ -101,7 +102,7 @@ class _Record:
             return True
         if copy is not None:
             return not same_bits(tensor, copy)
-        return bool(self._sums[number]) and checksum(tensor) != self._sums[number]
+        return bool(self._sums[number] != 0 and whole_sample_of(tensor) != self._sums[number])
 
     def replaced(self) -> list[int]:
         """The places of slots that have another value than the one recorded, or other things in it."""

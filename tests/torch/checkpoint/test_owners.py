@@ -1,0 +1,142 @@
+"""Modules and objects in unusual places, as a rerun finds and leaves them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lowtide.torch as lt
+from lowtide.torch.state.bits import same_bits
+
+
+def _leaf() -> torch.Tensor:
+    return torch.linspace(-1, 1, 4).requires_grad_()
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+        self.rows = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        self.rows.append(self.n)
+        return (x * self.n).sin() * len(self.rows)
+
+
+def test_a_number_that_was_set_back_is_left_as_it_was_set() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.n += 1
+            return (x * self.n).sin()
+
+    net, x = Plain(), _leaf()
+    y = lt.checkpoint(net, x)
+    net.n = 0
+    y.sum().backward()
+    assert net.n == 0
+
+
+def test_an_attribute_that_is_gone_by_the_backward_stays_gone() -> None:
+    net, x = Counting(), _leaf()
+    y = lt.checkpoint(net, x)
+    del net.rows
+    y.sum().backward()
+    assert not hasattr(net, "rows")
+    assert x.grad is not None
+    assert same_bits(x.grad, torch.autograd.grad(((z := _leaf()).sin() * 2).sum(), z)[0])
+
+
+def test_a_module_that_is_no_child_and_one_that_is_there_twice() -> None:
+    net, inner = nn.Sequential(nn.Tanh()), Counting()
+    net.append(inner)
+    net.append(inner)
+    net.register_forward_hook(lambda *_: None)
+    net.__dict__["beside"] = beside = Counting()
+    x = _leaf()
+    lt.checkpoint(lambda x: net(x) + net.beside(x), x).sum().backward()
+    assert (inner.n, beside.n, len(inner.rows)) == (2, 1, 3)
+
+
+def test_two_methods_of_one_object() -> None:
+    class Sim:
+        def __init__(self) -> None:
+            self.n = 0
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            self.n += 1
+            return (x * self.n).sin()
+
+        def other(self, x: torch.Tensor) -> torch.Tensor:
+            return self.step(x) + self.n
+
+    sim = Sim()
+    step, other = sim.step, sim.other
+    lt.checkpoint(lambda x: step(x) + other(x), _leaf()).sum().backward()
+    assert sim.n == 2
+
+
+def test_a_module_made_by_the_function_is_named_by_its_class() -> None:
+    calls = iter(range(10))
+
+    class Made(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + next(calls)).sin()
+
+    with pytest.raises(lt.CheckpointError, match="in Made"):
+        lt.checkpoint(lambda x: Made()(x), _leaf()).sum().backward()
+
+
+def test_proxies_and_numbers_of_numpy_are_looked_at_with_care() -> None:
+    class Owner:
+        pass
+
+    owner: Any = Owner()
+    proxy, scale = weakref.proxy(owner), np.float32(2.0)
+    del owner
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        assert proxy is not None
+        return (x * float(scale)).sin()
+
+    ys = lt.checkpointed_for_loop(step, torch.randn(6, 3, requires_grad=True), base=2)
+    ys.sum().backward()
+
+
+class Buffered(nn.Module):
+    """Two buffers that are too large to be copied just in case; one of them is changed late, in place."""
+
+    def __init__(self, late: str) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+        self.register_buffer("large", torch.zeros(200, 200))
+        self.h = (torch.ones(3, requires_grad=True) * 2) if late == "history" else torch.ones(3)
+        self.late = late
+        self.t = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.t += 1
+        if self.t == 6 and self.late == "large":
+            self.large += 1
+        if self.t == 6 and self.late == "history":
+            self.h = self.h.detach() + 1
+        return x * self.w + self.h + self.large[0, 0]
+
+
+@pytest.mark.parametrize("late", ["large", "history"])
+def test_state_that_begins_late_and_cannot_be_carried_is_refused_by_name(late: str) -> None:
+    net = Buffered(late)
+    name = "large" if late == "large" else "h"
+    with pytest.raises(lt.CheckpointError, match=rf"Buffered\.{name}.*hidden="):
+        lt.checkpointed_for_loop(net, torch.randn(12, 3), base=3)
+    lt.checkpointed_for_loop(Buffered(""), torch.randn(12, 3), base=3).sum().backward()

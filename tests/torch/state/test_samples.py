@@ -1,0 +1,100 @@
+"""Samples: what they tell apart, and how those on a device are compared together, here with tensors of the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowtide.errors import CheckpointError
+from lowtide.torch.loops.proof import Proof
+from lowtide.torch.state import samples
+from lowtide.torch.state.samples import compare_later, compare_pending, sample_of, whole_sample_of
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(), (7,), (60, 70), (3, 4, 500)], ids=str)
+def test_a_sample_changes_with_the_numbers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.randn(shape).to(dtype)
+    for sample in (sample_of, whole_sample_of):
+        assert sample(value) == sample(value.clone())
+        assert sample(value) != sample(value + 1)
+    assert whole_sample_of(value) != whole_sample_of(value.neg())
+
+
+def test_layouts_and_what_has_no_numbers() -> None:
+    value = torch.randn(60, 70)
+    assert sample_of(value.t()) == sample_of(value.t().clone(memory_format=torch.preserve_format))
+    assert sample_of(value[:, ::2]) == sample_of(value[:, ::2])
+    assert sample_of(value[:1].expand(50, 70)) == sample_of(value[:1].expand(50, 70))
+    assert sample_of(torch.empty(3, device="meta")) == whole_sample_of(torch.empty(3, device="meta")) == 0
+    sparse = value.relu().to_sparse()
+    assert sample_of(sparse) == sample_of(sparse.clone())
+    assert whole_sample_of(sparse) != whole_sample_of(2 * sparse)
+
+
+def _refused() -> Exception:
+    return CheckpointError("they differ")
+
+
+def test_samples_on_a_device_are_compared_when_the_backward_ends() -> None:
+    one = torch.arange(4)
+    compare_later(one, one.clone(), _refused)
+    with pytest.raises(CheckpointError, match="they differ"):
+        compare_later(one, one + 1, _refused)
+    with pytest.raises(CheckpointError, match="they differ"):
+        compare_later(one, torch.arange(5), _refused)
+    compare_later(one, one + 1, lambda: None)  # whoever is asked finds nothing wrong
+
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+
+    def compare_twice(_: torch.Tensor) -> None:
+        compare_later(one, one + 1, _refused)
+        compare_later(one, one, _refused)
+
+    y.register_hook(compare_twice)
+    with pytest.raises(CheckpointError, match="they differ"):
+        y.sum().backward()
+    assert samples._pending.pairs == []
+    compare_pending()
+
+
+def test_an_optimizer_inside_the_backward_waits_for_the_comparison() -> None:
+    one, x = torch.arange(4), torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([x], lr=1.0)
+    compare_later(one, one, _refused)
+
+    def step(_: torch.Tensor) -> None:
+        optimizer.step()
+
+    y = x * 2
+    y.register_hook(lambda _: compare_later(one, one + 1, _refused))
+    x.register_post_accumulate_grad_hook(step)
+    with pytest.raises(CheckpointError, match="they differ"):
+        y.sum().backward()
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_loops_compare_what_is_on_a_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.torch.loops.proof.sample_of", lambda tensor: tensor.clone())
+    proof, value = Proof(None), torch.randn(3)
+    for step in (0, 1):
+        proof.output(step, [value, 2.0, object()])
+        proof.state(step + 1, [value, value])
+    proof.output(1, [value, 2.0, object()])
+    proof.state(2, [value, value])
+    with pytest.raises(CheckpointError, match=r"step 1, run again, .* its output is another"):
+        proof.output(1, [value + 1, 2.0, object()])
+    with pytest.raises(CheckpointError, match="the state after it is another"):
+        proof.state(2, [value, value + 1])
+
+
+def test_graphs_that_differ_in_their_number_of_nodes() -> None:
+    proof = Proof(None)
+    proof.graph(0, (0, ("AddBackward0", (), (-1,))))
+    with pytest.raises(CheckpointError, match="2 nodes and results at first, 3 now"):
+        proof.graph(0, (0, ("AddBackward0", (), (-1,)), ("MulBackward0", (), (-1,))))
+    with pytest.raises(CheckpointError, match="a gradient at first, no gradient now"):
+        proof.graph(0, (None, ("AddBackward0", (), (-1,))))
