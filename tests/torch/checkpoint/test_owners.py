@@ -64,7 +64,7 @@ def test_a_module_that_is_no_child_and_one_that_is_there_twice() -> None:
     net.register_forward_hook(lambda *_: None)
     net.__dict__["beside"] = beside = Counting()
     x = _leaf()
-    lt.checkpoint(lambda x: net(x) + net.beside(x), x).sum().backward()
+    lt.checkpoint(lambda x: net(x) + net.__dict__["beside"](x), x).sum().backward()
     assert (inner.n, beside.n, len(inner.rows)) == (2, 1, 3)
 
 
@@ -114,7 +114,10 @@ def test_proxies_and_numbers_of_numpy_are_looked_at_with_care() -> None:
 
 
 class Buffered(nn.Module):
-    """Two buffers that are too large to be copied just in case; one of them is changed late, in place."""
+    """Two tensors that are not copied just in case; one of them is changed late."""
+
+    large: torch.Tensor
+    h: torch.Tensor
 
     def __init__(self, late: str) -> None:
         super().__init__()
