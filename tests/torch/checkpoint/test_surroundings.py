@@ -23,7 +23,7 @@ from lowtide import CheckpointError
 from lowtide.torch.checkpoint import call
 from lowtide.torch.state import owners
 from lowtide.torch.state.bits import same_bits
-from tests.torch.calls import Function, plainly
+from tests.torch.calls import Function, drawn_leaf, plainly, same
 
 CASES: dict[str, Callable[[Function], Any]] = {}
 GENERATOR = torch.Generator()
@@ -715,6 +715,30 @@ def test_a_tensor_given_twice_is_one_in_the_rerun_too(nested: bool) -> None:
     expected = torch.autograd.grad(attention(x, x, x)[0].square().sum(), x)[0]
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_cache_that_the_function_fills_in_place_is_as_it_was_in_the_rerun_too(nested: bool) -> None:
+    """Each call finds what those before it have written, and writes a column more."""
+    net = torch.nn.Linear(16, 16)
+
+    def attend(h: torch.Tensor, cache: torch.Tensor, place: int) -> torch.Tensor:
+        cache[:, place] = h.detach().mean(1)
+        found: torch.Tensor = net(h) * cache.sum(1, keepdim=True)
+        return found
+
+    def run(call: Any) -> Any:
+        x, cache = drawn_leaf(3, 16), torch.zeros(3, 4)
+
+        def block(h: torch.Tensor, cache: torch.Tensor, place: int) -> Any:
+            return call(attend, h, cache, place)
+
+        h: Any = x
+        for place in range(4):
+            h = call(block, h, cache, place) if nested else block(h, cache, place)
+        return *torch.autograd.grad(h.sum(), [x, *net.parameters()]), cache
+
+    same(run(lt.checkpoint), run(plainly))
 
 
 class _Makes(OrderedDict[str, type[nn.Module]]):

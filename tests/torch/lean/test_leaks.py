@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
 
 import lowtide.torch as lt
-from tests.torch.calls import Function
+from tests.torch.calls import Function, drawn_leaf
 from tests.torch.leaking import CASES, Backward, Metered, MeteredNet, check
 
 
@@ -29,3 +32,20 @@ def _in_a_checkpoint() -> Function:
 @pytest.mark.parametrize("make", [_light, _with_a_budget, _in_a_checkpoint])
 def test_nothing_is_left_behind(make: Callable[[], Function], backward: Backward, threads: int) -> None:
     check(make, backward, threads)
+
+
+def test_a_call_that_fails_leaves_nothing_behind() -> None:
+    """It is traced anew each time, since what a trace has seen so far is of no use."""
+    net = nn.Linear(4, 4)
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError(f"{net(x).shape}")
+
+    def objects(calls: int) -> int:
+        for _ in range(calls):
+            with pytest.raises(ZeroDivisionError):
+                lt.lean(fail, drawn_leaf(2, 4))
+        gc.collect()
+        return len(gc.get_objects())
+
+    assert objects(3) == objects(30)

@@ -236,6 +236,8 @@ class Log:
     def __init__(self) -> None:
         self._numbers = count(1)
         self._known: dict[int, tuple[int, int]] = {}  # storages that are alive, by key: (number, bytes)
+        # Not `weakref.finalize`, with which every storage that is alive, parameters too, would keep this log alive.
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.events: list[tuple[int, int]] = []  # (number, change in bytes)
         self.sizes: dict[int, int] = {}
 
@@ -245,13 +247,14 @@ class Log:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known[key] = (next(self._numbers), 0)
-            weakref.finalize(storage, self._died, key).atexit = False
+            self._references[key] = weakref.ref(storage, lambda _: self._died(key))
         number, before = self._known[key]
         self._known[key] = (number, size)
         self.events.append((number, size - before))
         self.sizes[number] = size
 
     def _died(self, key: int) -> None:
+        del self._references[key]
         number, size = self._known.pop(key)
         self.events.append((number, -size))
 

@@ -469,7 +469,9 @@ class KeptTensors:
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
         if through_hooks and tensors and not any(tensor.is_inference() for tensor in tensors):
-            self._node = _Kept.apply(_anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]  # torch's own
+            # Copies, where the function, now or in the rerun of a call around, may change the tensor itself.
+            given = [self._changed[k][2] if k in self._changed else t for k, t in enumerate(tensors)]
+            self._node = _Kept.apply(_anchor, *given).grad_fn  # type: ignore[no-untyped-call]  # torch's own
             return
         for tensor, needs_grad in zip(tensors, flags, strict=True):
             # Of a computed tensor only its values: the tensor itself may become a part of the graph that keeps it.
