@@ -16,6 +16,7 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import CheckpointError
+from tests.torch.calls import drawn_leaf, plainly, same
 
 
 def _leaf(count: int = 3) -> torch.Tensor:
@@ -175,19 +176,73 @@ def test_a_block_that_cannot_be_compiled_counts_once(backend: str) -> None:
     torch._dynamo.reset()
 
 
+class _Calls(nn.Module):
+    """Calls a layer with a verb."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.layer, self.call = nn.Linear(3, 3), call
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.call(self.layer, x).sin()
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace")
-def test_it_can_be_traced() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return lt.checkpoint(self.layer, x).sin()
-
-    net, x = Net(), torch.randn(2, 3)
-    traced = torch.jit.trace(net, x)
+@pytest.mark.parametrize("call", [lt.checkpoint, lt.lean, lambda layer, x: lt.sequential([layer, torch.sin], x)])
+def test_it_can_be_traced(call: Any) -> None:
+    net, x = _Calls(call), torch.randn(2, 3)
+    traced, exported = torch.jit.trace(net, x), torch.export.export(net, (x,)).module()
     assert torch.equal(traced(x), net(x))
+    assert torch.equal(exported(x), net(x))
+
+
+# --- classes of tensors, and derivatives forward
+
+
+class _Image(torch.Tensor):
+    """Its results are of its class, and twice what a tensor's sine is."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is torch.Tensor.sin else result
+
+
+def test_a_class_of_tensors_overrides_functions_in_the_rerun_too() -> None:
+    """The backward of such a tensor runs without overrides."""
+    net = nn.Linear(3, 3)
+
+    def run(call: Any) -> list[torch.Tensor]:
+        x = drawn_leaf(2, 3)
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = net(x.sin()) * x
+            return y
+
+        image = (x * 1).as_subclass(_Image)
+        loss = call(function, image).square().mean()
+        assert type(loss) is _Image
+        loss.backward()
+        found = [x.grad, *(parameter.grad for parameter in net.parameters())]
+        net.zero_grad()
+        return [gradient.as_subclass(torch.Tensor) for gradient in found if gradient is not None]
+
+    same(run(lt.checkpoint), run(plainly))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("width", [32, 64])
+def test_derivatives_forward_inside_it_are_right(width: int) -> None:
+    """They save zeros that have no memory."""
+    net, x = nn.Sequential(nn.Linear(width, width), nn.Tanh()), drawn_leaf(2, width)
+
+    def run(call: Any) -> Any:
+        y = call(lambda x: sum(torch.func.jvp(net, (x,), (torch.ones_like(x),))), x)
+        return torch.autograd.grad(y.sum(), [x, *net.parameters()])
+
+    same(run(lt.checkpoint), run(plainly))
 
 
 # --- other threads, and the user's own containers

@@ -48,4 +48,4 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
         gc.collect()
         return len(gc.get_objects())
 
-    assert objects(3) == objects(30)
+    assert objects(30) <= objects(3)

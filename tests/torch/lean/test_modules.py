@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -296,3 +297,34 @@ def test_state_is_loaded_where_it_is_inside_another() -> None:
 def test_one_that_has_no_module_yet_has_nothing() -> None:
     with pytest.raises(AttributeError):
         _ = lt.Lean.__new__(lt.Lean).anything
+
+
+class _Sometimes(nn.Module):
+    """One of two layers, by a draw that its tape does not show: they are alike but for their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU()) for _ in range(2))
+        for number, parameter in enumerate(self.parameters()):
+            nn.init.normal_(parameter, std=0.5 + number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers[random.random() < 0.5](x)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:.* did not save what it saved")
+@pytest.mark.parametrize("call", [lt.lean, lambda net, x: lt.sequential([net, torch.sin], x)])
+def test_a_layer_that_is_drawn_is_the_one_that_is_taken_back(call: Function) -> None:
+    net = _Sometimes()
+
+    def run(call: Function) -> list[Any]:
+        random.seed(3)
+        rows = []
+        for number in range(12):
+            x = drawn_leaf(4, 6, seed=number)
+            gradients = torch.autograd.grad(call(net, x).sum(), [x, *net.parameters()], allow_unused=True)
+            rows += list(gradients)
+        return rows
+
+    same(run(call), run(plainly if call is lt.lean else lambda net, x: net(x).sin()))

@@ -32,6 +32,18 @@ def test_layouts_and_what_has_no_numbers() -> None:
     sparse = value.relu().to_sparse()
     assert sample_of(sparse) == sample_of(sparse.clone())
     assert whole_sample_of(sparse) != whole_sample_of(2 * sparse)
+    zeros = torch._efficientzerotensor(60, 70)  # type: ignore[attr-defined]  # of forward mode; it has no memory
+    assert sample_of(zeros) == whole_sample_of(zeros) == 0
+
+
+class _Image(torch.Tensor):
+    """A class of the user's whose results are of that class."""
+
+
+def test_of_a_class_of_the_users_the_numbers_are_read() -> None:
+    value = torch.randn(60, 70)
+    for sample in (sample_of, whole_sample_of):
+        assert sample(value.as_subclass(_Image)) == sample(value)
 
 
 def _refused() -> Exception:

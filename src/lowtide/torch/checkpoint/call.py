@@ -293,9 +293,10 @@ class _Noted:
                 and tensor.is_cpu
                 and (size := tensor.nbytes) <= small
                 and tensor.is_contiguous()
+                and (memory := tensor.data_ptr())
             ):
                 likes.append((tensor.shape, tensor.dtype, _CPU))
-                samples.append(checksum(read(tensor.data_ptr(), size)))
+                samples.append(checksum(read(memory, size)))
             else:
                 likes.append((tensor.shape, tensor.dtype, tensor.device))
                 samples.append(sample(tensor))
@@ -548,6 +549,15 @@ class _Call:
 
         It is handed the tensors that will then have other values.
         """
+        with self._ambient.overrides():  # or arguments would be of other classes
+            self._run_again(pack, saved, finish)
+
+    def _run_again(
+        self,
+        pack: Callable[[torch.Tensor], int],
+        saved: list[torch.Tensor | None],
+        finish: Callable[[list[torch.Tensor]], None],
+    ) -> None:
         tensors = self._held.again()
         if self._structure is not None:
             values = self._structure.values(tensors)
@@ -693,8 +703,8 @@ class _Rerun:
                 # Detached, or what the backward never asks for would keep the rerun's graph, which has this hook.
                 append(tensor.detach())
                 usual = type(tensor) in _USUAL and tensor.layout is _STRIDED and tensor.is_cpu
-                if usual and tensor.nbytes <= small and tensor.is_contiguous():
-                    if checksum(read(tensor.data_ptr(), tensor.nbytes)) != samples[number]:
+                if usual and (size := tensor.nbytes) <= small and tensor.is_contiguous() and (at := tensor.data_ptr()):
+                    if checksum(read(at, size)) != samples[number]:
                         compare(number, tensor)
                 elif sample is not None:
                     compare(number, tensor)

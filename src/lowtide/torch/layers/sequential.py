@@ -217,8 +217,10 @@ def _uncompiled(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _runs_plainly() -> bool:
-    """Whether to run plainly: without grad, in a comparison, or in a transform such as `torch.func.grad`."""
-    return not torch.is_grad_enabled() or recording.runs_plainly() or _transformed() is not None
+    """Whether to run plainly: without grad, in a comparison, in a transform such as `torch.func.grad`, or traced."""
+    if not torch.is_grad_enabled() or recording.runs_plainly() or _transformed() is not None:
+        return True
+    return torch._C._is_tracing() or torch.compiler.is_exporting()
 
 
 def _chain_for(plan: Plan, layers: int) -> Chain:

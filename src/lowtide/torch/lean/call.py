@@ -32,6 +32,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _hooks_are_on = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # it has no stub
 _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
+_traces = torch._C._is_tracing  # whether `torch.jit.trace` is at work, which runs a function again to see if it repeats
 _FAKE_MODE_KEY = torch._C._TorchDispatchModeKey.FAKE
 
 _MOST_KINDS = 2048  # of calls in the cache
@@ -184,10 +185,12 @@ def _check_tape(tape: int | str | LeanSize | None) -> None:
 def _steps_aside() -> bool:
     """Whether `lean` does nothing here.
 
-    That is so inside a transform, with fake tensors, where hooks are not allowed, and in another lean call, which
-    covers this one.
+    That is so inside a transform or `torch.jit.trace`, with fake tensors, where hooks are not allowed, and in another
+    lean call, which covers this one.
     """
-    if _transformed() is not None or torch._C._get_dispatch_mode(_FAKE_MODE_KEY) is not None or not _hooks_are_on():
+    if _transformed() is not None or _traces() or torch._C._get_dispatch_mode(_FAKE_MODE_KEY) is not None:
+        return True
+    if not _hooks_are_on():
         return True
     top = _top_hooks(False)
     return top is not None and isinstance(getattr(top[1], "__self__", None), LeanTape)

@@ -392,6 +392,8 @@ class Recipe:
         strides: by pack that a value is read from, the strides that it has to have.
         places: by pack that is recomputed, the offset in its storage and the strides that it has to have.
         ties: by index in `given`, the indices of other tensors that have to share its storage.
+        owners: by pack that is a view of a tensor of the call's, that tensor's index, and how many bytes lie between
+            the two. Another tensor there means another way, on which other tensors than those of `given` are read.
         in_place: by operation, the index of an argument that its result may overwrite.
     """
 
@@ -413,6 +415,7 @@ class Recipe:
     strides: dict[int, tuple[int, ...]]
     places: dict[int, tuple[int, tuple[int, ...]]]
     ties: dict[int, list[int]]
+    owners: dict[int, tuple[int, int]]
     in_place: dict[Replay, int]
 
     def value(self, index: int) -> int:
@@ -506,6 +509,7 @@ def recipe_of(trace: Trace, kept: set[int], small: set[int], rerun: Iterable[int
         strides={index: view.stride for index, view in _picked(views, origins)},
         places={index: (view.offset, view.stride) for index, view in _picked(views, sources)},
         ties={place: trace.ties[place] for place in given if place in trace.ties},
+        owners=_owners(trace) if given else {},
         in_place=_spares(trace, again, _passing(trace, replays, uses)),
     )
 
@@ -566,6 +570,15 @@ def _given(found: dict[int, Source]) -> dict[int, StorageView]:
 
 def _origins(found: dict[int, Source]) -> dict[int, int]:
     return {source.pack: number for number, source in found.items() if source.pack >= 0}
+
+
+def _owners(trace: Trace) -> dict[int, tuple[int, int]]:
+    owners = {}
+    for index, pack in enumerate(trace.packs):
+        if pack.view is not None and pack.view.value in trace.given:
+            place, view = trace.given[pack.view.value]
+            owners[index] = place, (pack.view.offset - view.offset) * pack.dtype.itemsize
+    return owners
 
 
 def _picked(views: list[StorageView | None], indices: Iterable[int]) -> Iterator[tuple[int, StorageView]]:

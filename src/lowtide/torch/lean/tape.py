@@ -82,7 +82,7 @@ class LeanTape:
 
     __slots__ = (
         *("_around", "_counts", "_doubt", "_given", "_lock", "_name", "_recipe"),
-        *("_samples", "_shifts", "_slots", "_values", "__weakref__", "fits", "is_outdated"),
+        *("_samples", "_shifts", "_slots", "_values", "_where", "__weakref__", "fits", "is_outdated"),
     )
 
     def __init__(self, name: str, around: Hooks | None) -> None:
@@ -91,6 +91,7 @@ class LeanTape:
         self._doubt: Doubt | None = None
         self._slots: list[SavedTensor] = []  # by index of pack; emptied when the call is over
         self._given: dict[int, SavedTensor] = {}  # by index among the call's tensors; likewise
+        self._where: dict[int, int] = {}  # addresses of packs that are views of given tensors; likewise
         self._samples: dict[int, Sample] = {}  # of dropped values
         self._recipe: Recipe | None = None
         self._values: dict[int, torch.Tensor] = {}  # found or recomputed, and still needed in this backward
@@ -122,7 +123,7 @@ class LeanTape:
         self._open(recipe, given, doubt)
         shapes, dtypes, nodes, slots = recipe.shapes, recipe.dtypes, recipe.nodes, self._slots
         count, settle, places, strides = len(shapes), self._settle, recipe.places, recipe.strides
-        sampled = recipe.sampled
+        sampled, where = recipe.sampled, self._where
 
         # Once a pack differs from what the recipe expects, this one and all later ones are kept. Those that were
         # dropped before have their sources already, so the call's gradients are right all the same.
@@ -139,6 +140,7 @@ class LeanTape:
                 and (index not in places or (tensor.storage_offset(), tensor.stride()) == places[index])
                 and (index not in strides or tensor.stride() == strides[index])
                 and (index not in sampled or tensor.untyped_storage().nbytes() == sampled[index])
+                and (index not in where or tensor.data_ptr() == where[index])
             ):
                 settle(slot, tensor)
             else:
@@ -167,6 +169,8 @@ class LeanTape:
                 self.fits, self.is_outdated = False, True
                 return
             self._given[place] = SavedTensor(-1, tensor.detach(), tensor._version)
+        for index, (place, apart) in recipe.owners.items():
+            self._where[index] = given[place].data_ptr() + apart
 
     def _settle(self, slot: SavedTensor, tensor: torch.Tensor) -> None:
         """Keep, drop or pack a saved tensor into bits, as the recipe says."""
@@ -238,6 +242,7 @@ class LeanTape:
                 assert slot.tensor is not None
                 self._hand_over(slot, slot.tensor)
         self._slots.clear()  # the graph refers to the tape, by its unpack hook, and so to this list
+        self._where.clear()
         self._given = {}
 
     # --- unpacking

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ def _has_cuda() -> bool:
 
 
 def _settings() -> tuple[Any, ...]:
-    """Default dtype and device, which attention kernels are allowed and in what order, and autocast."""
+    """Default dtype and device, which attention kernels are allowed and in what order, overrides, and autocast."""
     settings = (
         torch.get_default_dtype(),
         # A default device is a mode on torch's stack; to ask for it takes longer than to look at the stack.
@@ -33,6 +33,7 @@ def _settings() -> tuple[Any, ...]:
         torch._C._get_cudnn_sdp_enabled(),
         torch._C._get_overrideable_sdp_enabled(),
         tuple(torch._C._get_sdp_priority_order()),
+        torch._C._is_torch_function_enabled(),
         torch.is_autocast_cache_enabled(),
         ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
     )
@@ -41,7 +42,8 @@ def _settings() -> tuple[Any, ...]:
     return settings
 
 
-_AUTOCAST = 9  # where autocast begins in the settings
+_AUTOCAST = 10  # where autocast begins in the settings
+_OVERRIDES = 8
 _SDPA_SETTERS: tuple[Callable[[Any], None], ...] = (
     torch._C._set_sdp_use_flash,
     torch._C._set_sdp_use_mem_efficient,
@@ -90,6 +92,13 @@ class Ambient:
         finally:
             torch.set_autocast_cache_enabled(cached)
 
+    def overrides(self) -> AbstractContextManager[None]:
+        """Inside, classes of tensors override torch's functions if they did; while one is taken back, none does."""
+        then = self._settings[_OVERRIDES]
+        if then == torch._C._is_torch_function_enabled():
+            return nullcontext()
+        return torch._C._EnableTorchFunction() if then else torch._C.DisableTorchFunctionSubclass()
+
     def is_now(self) -> bool:
         """Whether everything is as it was, with nothing to enter."""
         return not self._contexts and _settings() == self._settings
@@ -101,6 +110,7 @@ class Ambient:
         _set_globals(then)
         try:
             with ExitStack() as stack:
+                stack.enter_context(self.overrides())
                 for (kind, enabled, cast), (_, is_enabled, _) in zip(then[_AUTOCAST:], now[_AUTOCAST:], strict=True):
                     if enabled or is_enabled:
                         keeps = cached and then[_AUTOCAST - 1]

@@ -470,7 +470,9 @@ class KeptTensors:
         self._versions: list[int] = []
         if through_hooks and tensors and not any(tensor.is_inference() for tensor in tensors):
             # Copies, where the function, now or in the rerun of a call around, may change the tensor itself.
-            given = [self._changed[k][2] if k in self._changed else t for k, t in enumerate(tensors)]
+            given = [*tensors]
+            for k, (_, _, copied) in self._changed.items():
+                given[k] = copied
             self._node = _Kept.apply(_anchor, *given).grad_fn  # type: ignore[no-untyped-call]  # torch's own
             return
         for tensor, needs_grad in zip(tensors, flags, strict=True):

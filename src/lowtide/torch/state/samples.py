@@ -27,6 +27,7 @@ Sample = int | torch.Tensor
 
 _ORDINARY = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _STRIDED = torch.strided
+PLAIN_DISPATCH = torch._C._disabled_torch_dispatch_impl  # of classes of tensors that have their numbers in memory
 _WORKSPACE = torch.uint8  # what kernels save for themselves, parts of which they never fill
 WHOLE = 4096  # bytes up to which memory is read whole
 _NUMBERS = 1024  # read of anything larger, at least
@@ -42,17 +43,17 @@ _READ_ONLY = 0x100  # PyBUF_READ
 
 
 def sample_of(tensor: torch.Tensor) -> Sample:
-    """A sample of a tensor's numbers; 0 for one that has no numbers to read, such as a fake one.
+    """A sample of a tensor's numbers; 0 for one that has no memory, such as a fake one, or zeros of forward mode.
 
     Of a contiguous tensor on the CPU of at most `WHOLE` bytes it is the `checksum` of what `read` reads.
     """
     if type(tensor) not in _ORDINARY or tensor.layout is not _STRIDED:
         plain = _plain_part(tensor)
         return 0 if plain is None else sample_of(plain)
-    if not tensor.is_cpu:
-        return 0 if tensor.is_meta else _spread(tensor.detach())
-    if tensor.dtype is _WORKSPACE:
+    if tensor.is_meta or tensor.dtype is _WORKSPACE or tensor._is_zerotensor():
         return 0
+    if not tensor.is_cpu:
+        return _spread(tensor.detach())
     size = tensor.nbytes
     if size <= WHOLE and tensor.is_contiguous():  # the usual case: this takes less than a microsecond
         return checksum(read(tensor.data_ptr(), size))
@@ -88,7 +89,7 @@ def whole_sample_of(tensor: torch.Tensor) -> Sample:
     if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided:
         plain = _plain_part(tensor)
         return 0 if plain is None else whole_sample_of(plain)
-    if tensor.is_meta or tensor.dtype is _WORKSPACE:
+    if tensor.is_meta or tensor.dtype is _WORKSPACE or tensor._is_zerotensor():
         return 0
     here = words(tensor.detach().cpu()).contiguous()
     memory = _memory_at(here.data_ptr(), here.nbytes, _READ_ONLY)
@@ -96,10 +97,13 @@ def whole_sample_of(tensor: torch.Tensor) -> Sample:
 
 
 def _plain_part(tensor: torch.Tensor) -> torch.Tensor | None:
-    """An ordinary tensor that has the numbers of one that is not: a shard, or the values of a sparse one."""
+    """An ordinary tensor with the numbers of one that is not: a shard, values of a sparse one, the user's own class."""
     local = getattr(tensor, "_local_tensor", None)
     if isinstance(local, torch.Tensor):
         return local
+    if type(tensor).__torch_dispatch__ is PLAIN_DISPATCH and type(tensor) not in _ORDINARY:
+        with torch._C.DisableTorchFunctionSubclass():  # or it would be of its class again
+            return tensor.as_subclass(torch.Tensor)
     if type(tensor) in _ORDINARY and tensor.layout in _SPARSE:
         return _SPARSE[tensor.layout](tensor.detach())
     return None
