@@ -461,19 +461,15 @@ class KeptTensors:
         places: dict[int, int] = {}
         self._firsts = [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
         self._flags = flags = [tensor.requires_grad for tensor in tensors]
-        # Copies of those that the function changes in place; until it has run, of those that it may change.
-        self._changed: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        if not all(flags):
-            self._changed = {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
+        # Of those that the function changes in place; until it has run, of those that it may change.
+        self._changed = {} if all(flags) else _copies_among(tensors)
         self._node: Any = None
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
         if through_hooks and tensors and not any(tensor.is_inference() for tensor in tensors):
             # Copies, where the function, now or in the rerun of a call around, may change the tensor itself.
-            given = [*tensors]
-            for k, (_, _, copied) in self._changed.items():
-                given[k] = copied
-            self._node = _Kept.apply(_anchor, *given).grad_fn  # type: ignore[no-untyped-call]  # torch's own
+            given = dict(enumerate(tensors)) | {k: copied for k, (_, _, copied) in self._changed.items()}
+            self._node = _Kept.apply(_anchor, *given.values()).grad_fn  # type: ignore[no-untyped-call]  # torch's own
             return
         for tensor, needs_grad in zip(tensors, flags, strict=True):
             # Of a computed tensor only its values: the tensor itself may become a part of the graph that keeps it.
@@ -503,6 +499,11 @@ class KeptTensors:
             if self._firsts[number] == number:
                 twins[number] = values.clone()
         return [twins[first] for first in self._firsts]  # one that was given twice is one
+
+
+def _copies_among(tensors: list[torch.Tensor]) -> dict[int, tuple[torch.Tensor, int, torch.Tensor]]:
+    """By place, the tensors that may be copied, their versions and their copies."""
+    return {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
 
 
 def _twin(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
