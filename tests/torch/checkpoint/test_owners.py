@@ -143,3 +143,55 @@ def test_state_that_begins_late_and_cannot_be_carried_is_refused_by_name(late: s
     with pytest.raises(lt.CheckpointError, match=rf"Buffered\.{name}.*hidden="):
         lt.checkpointed_for_loop(net, torch.randn(12, 3), base=3)
     lt.checkpointed_for_loop(Buffered(""), torch.randn(12, 3), base=3).sum().backward()
+
+
+class _Metric(nn.Module):
+    """Like those of torchmetrics: a comparison makes another metric, and the sums are attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __eq__(self, other: object) -> Any:
+        return _Metric()
+
+    def __hash__(self) -> int:
+        return hash(("metric", self.calls))
+
+    def update(self, x: torch.Tensor) -> None:
+        self.calls += 1
+        self.total = getattr(self, "total", 0) + x.detach().sum()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_metric_in_a_module_counts_once(nested: bool) -> None:
+    class Measured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.metric = nn.Linear(4, 4), _Metric()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            self.metric.update(y)
+            found: torch.Tensor = y.sin().cos()
+            return found
+
+    net, x = Measured(), _leaf()
+    y = lt.checkpoint(lambda x: lt.checkpoint(net, x), x) if nested else lt.checkpoint(net, x)
+    y.sum().backward()
+    assert net.metric.calls == 1
+    assert torch.equal(net.metric.total, net.layer(x).sum())
+
+
+def test_tuples_that_have_classes_of_their_own_are_arguments() -> None:
+    layer = nn.GRU(4, 4, batch_first=True)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
+
+    def run(call: Any) -> Any:
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        y = call(lambda packed: layer(packed)[0].data, packed)
+        z = call(lambda most: most.values * x[:, 0] * most[1], x.max(1))
+        return torch.autograd.grad(y.square().sum() + z.square().sum(), [x, *layer.parameters()])
+
+    for found, expected in zip(run(lt.checkpoint), run(lambda function, *args: function(*args)), strict=True):
+        assert same_bits(found, expected)

@@ -78,11 +78,14 @@ def plain_modules(root: nn.Module, needs_note: Callable[[nn.Module], bool]) -> P
     if known is not None and known[0]() is root and known[1].is_now():
         return known[1]
     _remembered.pop(id(root), None)
-    modules = [root]
+    modules, seen = [root], {id(root)}  # by identity: some classes make something else of a comparison
     for module in modules:
         if not _is_plain(module):
             return None
-        modules += [child for child in module._modules.values() if child is not None and child not in modules]
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
     key, note = id(root), PlainModules(modules, needs_note)
     forget = _remembered.pop  # the module may outlive our names
     _remembered[key] = (weakref.ref(root, lambda _: forget(key, None)), note)

@@ -210,8 +210,10 @@ def _copied_array(value: Any, memo: _Memo) -> Any:
 
 
 def _rebuilt(value: Any, parts: Iterable[Any]) -> Any:
-    kind = type(value)
-    return kind(*parts) if hasattr(kind, "_fields") else tuple.__new__(kind, parts)
+    kind: Any = type(value)
+    if hasattr(kind, "n_sequence_fields"):  # of C, such as what `max` returns
+        return kind(tuple(parts))
+    return tuple.__new__(kind, parts)  # named ones may check what they are made of, and it is not all there yet
 
 
 def _copied_container(value: Any, inner: Leaf, memo: _Memo) -> Any:
