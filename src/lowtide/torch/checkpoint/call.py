@@ -58,6 +58,7 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _set_grad = torch._C._set_grad_enabled
+_get_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 _traces = torch._C._is_tracing  # whether `torch.jit.trace` is at work, which records operations, not graphs
@@ -692,9 +693,14 @@ class _Rerun:
             else:
                 # Detached, or what the backward never asks for would keep the rerun's graph, which has this hook.
                 append(tensor.detach())
-                size = tensor.nbytes
-                usual = size <= small and type(tensor) in _USUAL and tensor.is_cpu
-                if usual and tensor.layout is _STRIDED and tensor.is_contiguous():
+                # The usual tensor, as in the first run.
+                if (
+                    type(tensor) in _USUAL
+                    and tensor.layout is _STRIDED
+                    and tensor.is_cpu
+                    and (size := tensor.nbytes) <= small
+                    and tensor.is_contiguous()
+                ):
                     if checksum(read(tensor.data_ptr(), size)) != samples[number]:
                         compare(number, tensor)
                 elif sample is not None:
@@ -774,7 +780,7 @@ def _ignored(_: Any) -> None:
 
 def _fake_mode() -> object:
     """The active `FakeTensorMode`, in which tensors have no values; None if there is none."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return _get_mode(_FAKE)
 
 
 def _like(tensor: torch.Tensor) -> Likeness:

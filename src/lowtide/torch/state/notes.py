@@ -463,7 +463,7 @@ class KeptTensors:
         self._flags = flags = [tensor.requires_grad for tensor in tensors]
         # Copies of those that the function changes in place; until it has run, of those that it may change.
         self._changed: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        if not all(flags):
+        if False in flags:
             self._changed = {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
         self._node: Any = None
         self._tensors: list[torch.Tensor] = []
@@ -494,7 +494,7 @@ class KeptTensors:
                         f"function or since it ran (version {version} then, {tensor._version} now), so the rerun would "
                         "not repeat it; change it after the backward, or make a new tensor"
                     )
-                twins.append(_twin(tensor, needs_grad))
+                twins.append(tensor if needs_grad and tensor.requires_grad else _twin(tensor, needs_grad))
         for number, (_, _, values) in self._changed.items():
             if self._firsts[number] == number:
                 twins[number] = values.clone()

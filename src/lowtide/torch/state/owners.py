@@ -55,6 +55,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OBJECTS = (*_HOOKS, "_modules", "_backward_hooks", "_backward_pre_hooks")
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_PASSED_OVER = ATOMS - {types.FunctionType, types.MethodType}  # among what a function names
 _NOTHING: set[int] = set()
 
 
@@ -143,7 +144,7 @@ class Owners:
         elif is_foreign(function.__module__):
             return
         else:
-            held = [thing for _, thing in named_by(function) if type(thing) not in _NUMBERS]
+            held = [thing for _, thing in named_by(function) if type(thing) not in _PASSED_OVER]
         for thing in held:
             if isinstance(thing, _FOLLOWED):
                 self.find(thing, depth + 1)
