@@ -15,9 +15,9 @@ from torch import nn
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.state.bits import same_bits
+from lowtide.torch.state.places import MISSING, Place
 from lowtide.torch.state.structure import Structure
 
-MISSING: Any = object()
 # Tensors outside modules' buffers are copied only up to this size; a larger one may be a whole data set.
 SMALL = 64 * 1024
 # Dictionaries among a module's internals that decide what a call of it does.
@@ -119,40 +119,6 @@ def _may_replace(noted: Any, present: Any) -> bool:
 _ORDINARY = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-class NumbersNote(Note):
-    """Numbers and tensors among the attributes of an object of the user's; its containers are not touched."""
-
-    __slots__ = ("_before", "_owner")
-
-    def __init__(self, owner: dict[str, Any], names: list[str]) -> None:
-        self._owner = owner
-        self._before = {name: owner[name] for name in names}
-
-    def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
-        for name, value in self._before.items():
-            if self._owner.get(name, MISSING) is not value:
-                self._before[name] = _hold(value, held)
-        return self
-
-    def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
-        owner = self._owner
-        now = {name: owner.get(name, MISSING) for name in self._before}
-        for name, value in self._before.items():
-            if now[name] is not value:
-                owner[name] = _resolved(value, held)
-        return now
-
-    def undo(self, now: Any) -> None:
-        """See `Note`."""
-        for name, value in now.items():  # also what was as before: the rerun may have ended halfway
-            if value is MISSING:
-                self._owner.pop(name, None)
-            elif self._owner.get(name, MISSING) is not value:
-                self._owner[name] = value
-
-
 class ModuleNote(MappingNote):
     """A module's attributes, and the dictionaries among them, most of which are empty and stay so."""
 
@@ -217,17 +183,17 @@ def needs_grad(value: Any) -> bool:  # pragma: no cover  (FSDP: run by tests in 
 
 
 class StructureNote(Note):
-    """Attributes of modules that are more than numbers: containers, plain objects, arrays, iterators.
+    """What is at some places: containers, plain objects, arrays and iterators of modules, numbers of objects.
 
-    A rerun finds copies in their places, and changes those.
+    A rerun finds copies there, and changes those.
     """
 
     __slots__ = ("_places", "_structure", "_tensors", "tensors")
 
-    def __init__(self, places: list[tuple[dict[str, Any], str]], found: list[Any]) -> None:
+    def __init__(self, places: list[Place], found: list[Any]) -> None:
         self._places = places
         self.tensors: list[torch.Tensor] = []
-        self._structure = Structure([owner[name] for owner, name in places], self.tensors, found)
+        self._structure = Structure([place.get() for place in places], self.tensors, found)
         self._structure.forget_originals()
         self._tensors: list[Any] = []
 
@@ -238,59 +204,14 @@ class StructureNote(Note):
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
         """See `Note`."""
-        now = [owner.get(name, MISSING) for owner, name in self._places]
-        self._set(self._structure.values([_resolved(tensor, held) for tensor in self._tensors]))
+        now = [place.get() for place in self._places]
+        self.undo(self._structure.values([_resolved(tensor, held) for tensor in self._tensors]))
         return now
 
     def undo(self, now: Any) -> None:
         """See `Note`."""
-        self._set(now)
-
-    def _set(self, values: list[Any]) -> None:
-        for (owner, name), value in zip(self._places, values, strict=True):
-            if value is MISSING:
-                owner.pop(name, None)
-            else:
-                owner[name] = value
-
-
-class SlotNote(Note):
-    """An attribute for which a class has a slot."""
-
-    __slots__ = ("_before", "_descriptor", "_owner")
-
-    def __init__(self, owner: Any, descriptor: Any) -> None:
-        self._owner = owner
-        self._descriptor = descriptor
-        self._before = self._get()
-
-    def _get(self) -> Any:
-        try:
-            return self._descriptor.__get__(self._owner)
-        except AttributeError:  # not set
-            return MISSING
-
-    def _set(self, value: Any) -> None:
-        if value is not MISSING:
-            self._descriptor.__set__(self._owner, value)
-        elif self._get() is not MISSING:
-            self._descriptor.__delete__(self._owner)
-
-    def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
-        if self._get() is not self._before:
-            self._before = _hold(self._before, held)
-        return self
-
-    def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
-        now = self._get()
-        self._set(_resolved(self._before, held))
-        return now
-
-    def undo(self, now: Any) -> None:
-        """See `Note`."""
-        self._set(now)
+        for place, value in zip(self._places, now, strict=True):
+            place.set(value)
 
 
 class VersionsNote(Note):

@@ -34,26 +34,23 @@ from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.notes import (
     SMALL,
     ContentsNote,
-    MappingNote,
     ModuleNote,
     Note,
-    NumbersNote,
-    SlotNote,
     StructureNote,
     VersionsNote,
     may_be_copied,
     needs_grad,
     same_entries,
 )
+from lowtide.torch.state.places import Entry, Place, own_places
 from lowtide.torch.state.plain_modules import plain_modules
-from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, is_foreign, is_plain_object, slots_of
+from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, is_foreign, is_plain_object
 from lowtide.torch.state.surroundings import named_by
 
 _ANY = float("inf")
 _MOST_DEPTH = 8  # of containers and objects in each other
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OBJECTS = (*_HOOKS, "_modules", "_backward_hooks", "_backward_pre_hooks")
-_NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _PASSED_OVER = ATOMS - {types.FunctionType, types.MethodType}  # among what a function names
 _NOTHING: set[int] = set()
@@ -96,7 +93,7 @@ class Owners:
         self._seen: set[int] = set()
         self._called: set[int] = set()  # modules whose parameters are watched
         self._notes: list[Note] = []
-        self._odd: list[tuple[dict[str, Any], str]] = []  # attributes of modules found, to be noted together
+        self._odd: list[Place] = []  # of attributes that are more than numbers, to be noted together
         self._roots: list[nn.Module] = []  # for messages
 
     # --- finding
@@ -165,15 +162,9 @@ class Owners:
         if id(thing) in self._seen:
             return
         self._seen.add(id(thing))
-        attributes = getattr(thing, "__dict__", {})
-        for descriptor in slots_of(thing):
-            self._notes.append(SlotNote(thing, descriptor))
-        plain = [name for name, value in attributes.items() if type(value) in _NUMBERS or _is_tensor(value)]
-        self._notes.append(NumbersNote(attributes, plain))
-        for value in list(attributes.values()):
-            if _is_tensor(value):
-                self._note_tensor(value, SMALL)
-            elif isinstance(value, _HELD):
+        self._odd += own_places(thing)
+        for value in list(getattr(thing, "__dict__", {}).values()):
+            if isinstance(value, _HELD):
                 self.find(value)
 
     # --- noting
@@ -262,8 +253,7 @@ class Owners:
                 self._note_tensor(buffer, SMALL if name in known.steady else _ANY, (known.steady, name))
         if "parametrizations" in module._modules and id(parametrize) not in self._seen:
             self._seen.add(id(parametrize))  # inside `parametrize.cached` it has weights that were made before
-            self._notes.append(NumbersNote(vars(parametrize), ["_cache_enabled", "_cache"]))
-            self._notes.append(MappingNote(parametrize._cache))
+            self._odd += [Entry(vars(parametrize), name) for name in ("_cache_enabled", "_cache")]
 
     def _note_attribute(self, attributes: dict[str, Any], key: str, known: _Known) -> None:
         """Note an attribute of a module that is not a plain number."""
@@ -277,10 +267,10 @@ class Owners:
         elif isinstance(value, GENERATORS):
             self.find(value)
         else:
-            self._odd.append((attributes, key))
+            self._odd.append(Entry(attributes, key))
 
     def _note_odd(self) -> None:
-        """Note attributes that are more than numbers, of all modules found since, together: they may share objects."""
+        """Note what all modules and objects found since have at these places, together: they may share objects."""
         if self._odd:
             found: list[Any] = []
             note = StructureNote(self._odd, found)

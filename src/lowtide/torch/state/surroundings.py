@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from lowtide.torch.state.generators import KINDS as GENERATORS
+from lowtide.torch.state.places import NUMBERS
 from lowtide.torch.state.structure import MODULE_INTERNALS, is_foreign, is_iterator, is_plain_object, slots_of
 
 _MOST_DEPTH = 8  # of functions that name functions
@@ -185,14 +186,13 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 
 # --- things that move
 
-_PLAIN_NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _COUNTERS = frozenset({bool, int, float})
 _MOST_ENTRIES = 1000  # of a container whose numbers are looked at; of a longer one, its length
 _MOST_BYTES = 1024  # of an array
 # Whoever names one of these may read what somebody writes meanwhile.
 _OUTSIDE = frozenset({"open", "environ", "getenv", "read_text", "readline"})
 _REPEATED = (
-    *_PLAIN_NUMBERS,
+    *NUMBERS,
     nn.Module,
     torch.Tensor,
     list,
@@ -232,7 +232,7 @@ class Things:
         for kind in self._kinds:
             yield from _entries(kind.__name__, vars(kind))
         for thing in self._finds.objects:  # numbers and tensors of it are repeated, its containers are not
-            repeated = (*_PLAIN_NUMBERS, torch.Tensor)
+            repeated = (*NUMBERS, torch.Tensor)
             own = {key: part for key, part in _own_attributes(thing).items() if not isinstance(part, repeated)}
             yield from _entries("self", own)
 
@@ -345,7 +345,7 @@ def _numpy_position() -> Any:
 def _sign_of(value: Any) -> Any:
     """Something that is another when the value has moved; None for what is not small or not looked at."""
     kind = type(value)
-    if kind in _PLAIN_NUMBERS:
+    if kind in NUMBERS:
         return value if value is not None and value == value else repr(value)
     if isinstance(value, np.generic):
         return value.tobytes()
@@ -373,7 +373,7 @@ def _sign_of_container(value: Any) -> Any:
     if len(value) > _MOST_ENTRIES:
         return (len(value), *(repr(value[k]) for k in (0, -1))) if isinstance(value, list | deque) else len(value)
     entries = list(dict.values(value)) if isinstance(value, dict) else list(value)
-    return len(value), *(part if type(part) in _PLAIN_NUMBERS else id(part) for part in entries)
+    return len(value), *(part if type(part) in NUMBERS else id(part) for part in entries)
 
 
 def warn_of_moved(things: Things, before: Look) -> None:
