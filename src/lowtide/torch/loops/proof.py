@@ -16,8 +16,8 @@ import torch
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.state.capture import Graph, same_graph
-from lowtide.torch.state.places import NUMBERS
 from lowtide.torch.state.samples import Sample, compare_later, sample_of, whole_sample_of
+from lowtide.torch.state.structure import NUMBERS
 
 _MASK = (1 << 64) - 1
 _WAY_OUT = (

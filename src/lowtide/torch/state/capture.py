@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide.errors import CheckpointError
 from lowtide.torch.memory.tracker import tensors_of
 from lowtide.torch.state.generators import state_of
-from lowtide.torch.state.places import NUMBERS
+from lowtide.torch.state.structure import NUMBERS
 
 # --- tensors, and where their gradients arrive
 

@@ -30,9 +30,19 @@ from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.state.bits import same_bits
 from lowtide.torch.state.capture import edge_of
 from lowtide.torch.state.notes import SMALL, needs_grad
-from lowtide.torch.state.places import MISSING, NUMBERS, Entry, Place, own_places
 from lowtide.torch.state.samples import Sample, whole_sample_of
-from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Structure, replaced, tensors_in
+from lowtide.torch.state.structure import (
+    ATOMS,
+    MISSING,
+    MODULE_INTERNALS,
+    NUMBERS,
+    Entry,
+    Place,
+    Structure,
+    own_places,
+    replaced,
+    tensors_in,
+)
 from lowtide.torch.state.surroundings import Finds
 
 

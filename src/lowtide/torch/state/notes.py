@@ -15,8 +15,7 @@ from torch import nn
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.state.bits import same_bits
-from lowtide.torch.state.places import MISSING, Place
-from lowtide.torch.state.structure import Structure
+from lowtide.torch.state.structure import MISSING, Place, Structure
 
 # Tensors outside modules' buffers are copied only up to this size; a larger one may be a whole data set.
 SMALL = 64 * 1024
@@ -66,7 +65,7 @@ class MappingNote(Note):
         self._before = entries_of(owner) if before is None else before
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
+        """Hold the entries that the first run has replaced."""
         now = entries_of(self._owner)
         if not same_entries(now, self._before):
             before = self._before.items()
@@ -75,7 +74,7 @@ class MappingNote(Note):
         return self
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
+        """Give the dictionary the entries that it had."""
         now = entries_of(self._owner)
         if same_entries(now, self._before):
             return self._before
@@ -90,7 +89,7 @@ class MappingNote(Note):
         return noted
 
     def undo(self, now: Any) -> None:
-        """See `Note`."""
+        """Give the dictionary the entries that it has now."""
         present = entries_of(self._owner)
         if not same_entries(present, now):
             _fill(self._owner, self._merged(now, present))
@@ -134,13 +133,13 @@ class ModuleNote(MappingNote):
         }
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
+        """Hold what was replaced, in the dictionaries inside too."""
         for note in self._inside.values():
             note.settled(held)
         return super().settled(held)
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
+        """Put back the dictionaries inside, then the attributes."""
         inside = [(note, note.put_back(held)) for note in self._inside.values()]
         for name in INSIDE:
             filled = self._before[name]
@@ -156,7 +155,7 @@ class ModuleNote(MappingNote):
         return self._before, inside
 
     def undo(self, now: Any) -> None:
-        """See `Note`."""
+        """Undo the attributes, then the dictionaries inside."""
         super().undo(now[0])
         for note, inside in now[1]:
             note.undo(inside)
@@ -198,18 +197,18 @@ class StructureNote(Note):
         self._tensors: list[Any] = []
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
+        """Hold the tensors, so that nobody writes to them."""
         self._tensors, self.tensors = [_hold(tensor, held) for tensor in self.tensors], []
         return self
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
+        """Put copies of what was there into the places."""
         now = [place.get() for place in self._places]
         self.undo(self._structure.values([_resolved(tensor, held) for tensor in self._tensors]))
         return now
 
     def undo(self, now: Any) -> None:
-        """See `Note`."""
+        """Put into the places what `put_back` found there."""
         for place, value in zip(self._places, now, strict=True):
             place.set(value)
 
@@ -234,13 +233,13 @@ class VersionsNote(Note):
         return None
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
+        """Have them need a gradient where they did."""
         now = [tensor.requires_grad for tensor in self._tensors]
         self._set(now, self._flags)
         return now
 
     def undo(self, now: Any) -> None:
-        """See `Note`."""
+        """Have them need a gradient where they do now."""
         self._set(self._flags, now)
 
     def _set(self, old: list[bool], new: list[bool]) -> None:
@@ -277,7 +276,7 @@ class ContentsNote(Note):
         self._copy = _copy_of(tensor)
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
+        """Keep the copy if it is needed, else only the version."""
         if self._tensor.requires_grad:  # it has become a part of the graph
             return VersionsNote([self._tensor], [self._version])
         if self._copy.nbytes <= SMALL or is_changed(self._tensor, self._version, self._copy):
@@ -287,7 +286,7 @@ class ContentsNote(Note):
         return VersionsNote([self._tensor], [self._version])
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
+        """Write the values that the tensor had."""
         if same_bits(self._tensor, self._copy):
             return None
         if self._tensor.shape != self._copy.shape:
@@ -300,11 +299,11 @@ class ContentsNote(Note):
         return now
 
     def rewritten(self) -> torch.Tensor | None:
-        """See `Note`."""
+        """The tensor, if its version tells that it was written to."""
         return self._tensor if self._tensor._version != self._version else None
 
     def undo(self, now: Any) -> None:
-        """See `Note`."""
+        """Write the values that the tensor has now."""
         values = self._copy if now is None else now
         if not same_bits(self._tensor, values):
             self._tensor.data.copy_(values)

@@ -42,9 +42,8 @@ from lowtide.torch.state.notes import (
     needs_grad,
     same_entries,
 )
-from lowtide.torch.state.places import Entry, Place, own_places
 from lowtide.torch.state.plain_modules import plain_modules
-from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, is_foreign, is_plain_object
+from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Entry, Place, is_foreign, is_plain_object, own_places
 from lowtide.torch.state.surroundings import named_by
 
 _ANY = float("inf")
@@ -445,5 +444,5 @@ def begin_meeting(owners: Owners) -> None:
 
 
 def end_meeting() -> None:
-    """See `begin_meeting`."""
+    """From now on, modules that this thread calls are not noted any more."""
     _hook(-_meeting.owners.pop()._hooked)

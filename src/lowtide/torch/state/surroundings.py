@@ -34,8 +34,7 @@ import torch
 from torch import nn
 
 from lowtide.torch.state.generators import KINDS as GENERATORS
-from lowtide.torch.state.places import NUMBERS
-from lowtide.torch.state.structure import MODULE_INTERNALS, is_foreign, is_iterator, is_plain_object, slots_of
+from lowtide.torch.state.structure import MODULE_INTERNALS, NUMBERS, is_foreign, is_iterator, is_plain_object, slots_of
 
 _MOST_DEPTH = 8  # of functions that name functions
 _MOST_FOUND = 100  # of a container that are looked at
