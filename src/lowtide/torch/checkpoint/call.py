@@ -24,6 +24,7 @@ from copy import copy
 from functools import partial
 from inspect import CO_VARKEYWORDS, Parameter, signature
 from itertools import count
+from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -69,6 +70,7 @@ _SIMPLE = frozenset({type(None), bool, int, float, complex, str, torch.dtype, to
 _LATE = 1
 # Operations that save tensors of which they leave parts unfilled, such as the noise of rrelu in eval.
 _PARTLY_FILLED = frozenset(f"torch.{place}{name}" for place in ("", "nn.functional.") for name in ("ctc_loss", "rrelu"))
+_like: Callable[[Any], Likeness] = attrgetter("shape", "dtype", "device")
 _NO_CONTEXT = nullcontext()
 _NO_CONTEXTS: tuple[Any, ...] = ()
 _OTHER_VALUES = "its values are not those of the first run"
@@ -285,7 +287,7 @@ class _Noted:
             wait: Any = self._wait,
         ) -> int:
             if not tensor.requires_grad or waiting:
-                likes.append((tensor.shape, tensor.dtype, tensor.device))
+                likes.append(_like(tensor))
                 wait(tensor)
             # What `sample_of` does with the usual tensor, without the call: half of the time goes into such calls.
             elif (
@@ -298,7 +300,7 @@ class _Noted:
                 likes.append((tensor.shape, tensor.dtype, _CPU))
                 samples.append(checksum(read(tensor.data_ptr(), size)))
             else:
-                likes.append((tensor.shape, tensor.dtype, tensor.device))
+                likes.append(_like(tensor))
                 samples.append(sample(tensor))
             return len(samples) - 1
 
@@ -751,7 +753,7 @@ class _Rerun:
         number, wanted, likes = len(saved), self._wanted, self._noted.likes
         self._compare_late(number)
         # Shape, dtype and device of all in one go: a tensor of another shape has other samples too, as a rule.
-        if likes is not None and [(tensor.shape, tensor.dtype, tensor.device) for tensor in saved] != likes[:number]:
+        if likes is not None and list(map(_like, saved)) != likes[:number]:
             differs = self.unlike()
             if differs is not None:
                 raise differs
@@ -775,7 +777,3 @@ def _ignored(_: Any) -> None:
 def _fake_mode() -> object:
     """The active `FakeTensorMode`, in which tensors have no values; None if there is none."""
     return _get_mode(_FAKE)
-
-
-def _like(tensor: torch.Tensor) -> Likeness:
-    return tensor.shape, tensor.dtype, tensor.device
