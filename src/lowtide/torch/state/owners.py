@@ -44,7 +44,7 @@ from lowtide.torch.state.notes import (
 )
 from lowtide.torch.state.plain_modules import plain_modules
 from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Entry, Place, is_foreign, is_plain_object, own_places
-from lowtide.torch.state.surroundings import named_by
+from lowtide.torch.state.surroundings import bound_in, named_by, names_in
 
 _ANY = float("inf")
 _MOST_DEPTH = 8  # of containers and objects in each other
@@ -131,16 +131,19 @@ class Owners:
 
     def _find_in_function(self, function: Any, depth: int) -> None:
         """What a function is bound to, closes over, has for defaults, or names among its globals."""
-        if isinstance(function, functools.partial):
+        if type(function) is types.FunctionType:
+            if is_foreign(function.__module__):
+                return
+            named = map(function.__globals__.get, names_in(function.__code__))
+            held = [thing for thing in named if type(thing) not in _PASSED_OVER]
+            if function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+                held += [thing for _, thing in bound_in(function) if type(thing) not in _PASSED_OVER]
+        elif isinstance(function, functools.partial):
             held = [function.func, *function.args, *function.keywords.values()]
-        elif isinstance(function, types.MethodType):
+        else:
             held = [function.__func__]
             # A module's own `forward` is a call of the module, without its hooks.
             self._find_owner(function.__self__, is_called=function.__name__ == "forward" and depth == 0)
-        elif is_foreign(function.__module__):
-            return
-        else:
-            held = [thing for _, thing in named_by(function) if type(thing) not in _PASSED_OVER]
         for thing in held:
             if isinstance(thing, _FOLLOWED):
                 self.find(thing, depth + 1)
@@ -270,7 +273,7 @@ class Owners:
 
     def _note_odd(self) -> None:
         """Note what all modules and objects found since have at these places, together: they may share objects."""
-        if self._odd:
+        while self._odd:
             found: list[Any] = []
             note = StructureNote(self._odd, found)
             self._notes.append(note)
@@ -282,7 +285,6 @@ class Owners:
             for thing in found:
                 if isinstance(thing, _HELD):
                     self.find(thing, 1)
-            self._note_odd()
 
     def _note_tensor(self, tensor: torch.Tensor, most: float, steady: tuple[set[str], str] | None = None) -> None:
         if may_be_copied(tensor, most):

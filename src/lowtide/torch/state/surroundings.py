@@ -161,6 +161,14 @@ def _first_of(container: Any) -> list[Any]:
 
 def named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Names and values of what a function closes over, has for defaults, and names among its globals."""
+    yield from bound_in(function)
+    for name in names_in(function.__code__):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def bound_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Names and values of what a function closes over and has for defaults."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -168,9 +176,6 @@ def named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield f"a default argument of {function.__name__}", default
-    for name in names_in(function.__code__):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
 
 
 @functools.lru_cache(maxsize=4096)
