@@ -206,7 +206,7 @@ class _Image(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's
         return result * 2 if func is torch.Tensor.sin else result
 
 
@@ -224,7 +224,7 @@ def test_a_class_of_tensors_overrides_functions_in_the_rerun_too() -> None:
         image = (x * 1).as_subclass(_Image)
         loss = call(function, image).square().mean()
         assert type(loss) is _Image
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # a method, so that it is overridden
         found = [x.grad, *(parameter.grad for parameter in net.parameters())]
         net.zero_grad()
         return [gradient.as_subclass(torch.Tensor) for gradient in found if gradient is not None]

@@ -32,7 +32,7 @@ def test_layouts_and_what_has_no_numbers() -> None:
     sparse = value.relu().to_sparse()
     assert sample_of(sparse) == sample_of(sparse.clone())
     assert whole_sample_of(sparse) != whole_sample_of(2 * sparse)
-    zeros = torch._efficientzerotensor(60, 70)  # type: ignore[attr-defined]  # of forward mode; it has no memory
+    zeros = torch._efficientzerotensor(60, 70)  # of forward mode; it has no memory
     assert sample_of(zeros) == whole_sample_of(zeros) == 0
 
 
