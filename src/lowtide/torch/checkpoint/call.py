@@ -692,9 +692,8 @@ class _Rerun:
             else:
                 # Detached, or what the backward never asks for would keep the rerun's graph, which has this hook.
                 append(tensor.detach())
-                size = tensor.nbytes
-                usual = size <= small and type(tensor) in _USUAL and tensor.is_cpu
-                if usual and tensor.layout is _STRIDED and tensor.is_contiguous():
+                usual = type(tensor) in _USUAL and tensor.layout is _STRIDED and tensor.is_cpu
+                if usual and (size := tensor.nbytes) <= small and tensor.is_contiguous():
                     if checksum(read(tensor.data_ptr(), size)) != samples[number]:
                         compare(number, tensor)
                 elif sample is not None:
