@@ -423,6 +423,7 @@ class StepRunner:
         self.first_flags += [False] * (len(self.begin.all_leaves()) - len(self.first_flags))
         self._draws = self.random.mark() is not self.random.start
         self._first_runs = False
+        self._look = {}
         finals = self.state()
         self.forget_carry()
         return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in finals]
