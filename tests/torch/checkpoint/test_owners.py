@@ -149,6 +149,8 @@ def test_state_that_begins_late_and_cannot_be_carried_is_refused_by_name(late: s
 class Held(nn.Module):
     """A tensor that is changed in place, and moves from one attribute or container to another."""
 
+    b: torch.Tensor
+
     def __init__(self, way: str, count: int) -> None:
         super().__init__()
         self.v: Any = torch.zeros(count)
