@@ -24,6 +24,7 @@ from copy import copy
 from functools import partial
 from inspect import CO_VARKEYWORDS, Parameter, signature
 from itertools import count
+from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -58,6 +59,7 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _set_grad = torch._C._set_grad_enabled
+_get_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 _traces = torch._C._is_tracing  # whether `torch.jit.trace` is at work, which records operations, not graphs
@@ -68,6 +70,7 @@ _SIMPLE = frozenset({type(None), bool, int, float, complex, str, torch.dtype, to
 _LATE = 1
 # Operations that save tensors of which they leave parts unfilled, such as the noise of rrelu in eval.
 _PARTLY_FILLED = frozenset(f"torch.{place}{name}" for place in ("", "nn.functional.") for name in ("ctc_loss", "rrelu"))
+_like: Callable[[Any], Likeness] = attrgetter("shape", "dtype", "device")
 _NO_CONTEXT = nullcontext()
 _NO_CONTEXTS: tuple[Any, ...] = ()
 _OTHER_VALUES = "its values are not those of the first run"
@@ -123,7 +126,9 @@ def checkpoint(
     if determinism_check not in _CHECKS:
         raise InputError(f"determinism_check={determinism_check!r} is not known; give one of {', '.join(_CHECKS)}")
     check_function(function, "function")
-    noted = _Noted(determinism_check == "none", _compared(check_rerun, preserve_rng_state), debug)
+    if check_rerun is None and not preserve_rng_state:
+        check_rerun = False  # other random numbers are other values
+    noted = _Noted(determinism_check == "none", check_rerun, debug)
     stack = _thread.calls
     first, again = (_NO_CONTEXT, None) if context_fn is None else context_fn()
     result: Any = None  # a context that suppresses an exception leaves it so
@@ -141,11 +146,6 @@ def checkpoint(
         _refuse_depth(len(stack), error)
     call.finish()
     return result  # type: ignore[no-any-return]
-
-
-def _compared(check_rerun: bool | None, preserve_rng_state: bool) -> bool | None:
-    """What is compared unless somebody says: other random numbers are other values."""
-    return False if check_rerun is None and not preserve_rng_state else check_rerun
 
 
 def _refuse_depth(depth: int, error: RecursionError) -> NoReturn:
@@ -240,7 +240,6 @@ def _stop() -> NoReturn:
 # a reference instead of a tuple for each saved tensor.
 _rows: dict[int, list[Likeness]] = {}
 _MOST_ROWS = 1_000  # above that they are forgotten
-_INTS = {int}
 _NO_NUMBERS: frozenset[int] = frozenset()  # an empty set of its own takes 216 bytes
 
 
@@ -285,7 +284,7 @@ class _Noted:
             wait: Any = self._wait,
         ) -> int:
             if not tensor.requires_grad or waiting:
-                likes.append((tensor.shape, tensor.dtype, tensor.device))
+                likes.append(_like(tensor))
                 wait(tensor)
             # What `sample_of` does with the usual tensor, without the call: half of the time goes into such calls.
             elif (
@@ -298,7 +297,7 @@ class _Noted:
                 likes.append((tensor.shape, tensor.dtype, _CPU))
                 samples.append(checksum(read(tensor.data_ptr(), size)))
             else:
-                likes.append((tensor.shape, tensor.dtype, tensor.device))
+                likes.append(_like(tensor))
                 samples.append(sample(tensor))
             return len(samples) - 1
 
@@ -349,7 +348,10 @@ class _Noted:
         self._look_again(self.count)
         if self.samples is not None:
             taken = self.samples
-            self.samples = array("Q", taken) if set(map(type, taken)) <= _INTS else taken.copy()
+            try:
+                self.samples = array("Q", taken)
+            except TypeError:  # some are on a device
+                self.samples = taken.copy()
             taken.clear()
         if self.likes is not None:
             row, usual = self.likes, _rows.get(self.count)
@@ -450,7 +452,7 @@ class _Call:
     def begin(self, stack: list[tuple[_Call, bool]], noted: _Noted, preserve_rng_state: bool) -> None:
         """Begin the first run: until `end`, the hooks of this call are on and its owners are noted."""
         self._noted = noted
-        if preserve_rng_state and _fake_mode() is None:
+        if preserve_rng_state and _get_mode(_FAKE) is None:  # fake tensors have no values
             self._generators = Generators()
         self._owners = owners = Owners(_ignored if self._generators is None else self._generators.follow)
         owners.find_call(self._function, self._arguments if self._structure is not None else [])
@@ -751,7 +753,7 @@ class _Rerun:
         number, wanted, likes = len(saved), self._wanted, self._noted.likes
         self._compare_late(number)
         # Shape, dtype and device of all in one go: a tensor of another shape has other samples too, as a rule.
-        if likes is not None and [(tensor.shape, tensor.dtype, tensor.device) for tensor in saved] != likes[:number]:
+        if likes is not None and list(map(_like, saved)) != likes[:number]:
             differs = self.unlike()
             if differs is not None:
                 raise differs
@@ -770,12 +772,3 @@ class _Rerun:
 
 def _ignored(_: Any) -> None:
     """Ignore a random generator: with `preserve_rng_state=False`, reruns need not draw the same numbers."""
-
-
-def _fake_mode() -> object:
-    """The active `FakeTensorMode`, in which tensors have no values; None if there is none."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-
-
-def _like(tensor: torch.Tensor) -> Likeness:
-    return tensor.shape, tensor.dtype, tensor.device

@@ -22,7 +22,7 @@ from lowtide.errors import CheckpointError
 from lowtide.torch.memory.tracker import tensors_of
 from lowtide.torch.state.generators import state_of
 from lowtide.torch.state.samples import is_gone, sample_of
-from lowtide.torch.state.structure import is_plain_object
+from lowtide.torch.state.structure import NUMBERS, is_plain_object
 
 # --- tensors, and where their gradients arrive
 
@@ -320,7 +320,6 @@ class _Substituting(TorchFunctionMode):
 _HIDDEN: Any = object()
 _MOST_DEPTH = 3  # of containers and objects in a context
 _MOST_FOUND = 100  # of each
-_NUMBER_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _calls = count()
 
 
@@ -386,32 +385,37 @@ def graph_of(
         sample: what is noted of tensors that can be read where they are. Samples of those on a device, or with gaps,
             would be tensors too, which no budget has room for.
     """
-    numbers: dict[Node, int] = {}
-    order: list[tuple[Node, Any]] = []
     roots = list(results)
-    stack = [edge.node for edge in reversed(roots) if edge is not None and edge not in ends]
-    while stack:
-        node = stack.pop()
-        if node not in numbers:
-            numbers[node] = len(order)
-            below = node.next_functions if node._sequence_nr() >= since else ()
-            order.append((node, below))
-            stack += [b for b, k in reversed(below) if b is not None and GradientEdge(b, k) not in ends]
+    nodes = _nodes_of(roots, ends, since)
+    numbers = {node: place for place, node in enumerate(nodes)}
 
     def number(node: Node | None, k: int) -> int | None:
         return None if node is None else -1 if GradientEdge(node, k) in ends else numbers[node]
 
     rows, samples = [], []
-    for node, below in order:
+    for node, below in nodes.items():
         own, tensors = _saved_in(node)
         rows.append((_name_of(node), own, tuple(number(b, k) for b, k in below)))
-        partly_filled = node.name().startswith(_PARTLY_FILLED)
-        samples += [sample(t) if t is not None and not partly_filled and _can_be_read(t) else 0 for t in tensors]
+        samples += [sample(tensor) if _can_be_read(tensor, node) else 0 for tensor in tensors]
     return (*(None if edge is None else number(edge.node, edge.output_nr) for edge in roots), *rows), tuple(samples)
 
 
-def _can_be_read(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not is_gone(tensor)
+def _nodes_of(roots: list[GradientEdge | None], ends: set[GradientEdge], since: int) -> dict[Node, Any]:
+    """The nodes of a graph in their order, each with the edges that follow on it."""
+    nodes: dict[Node, Any] = {}
+    stack = [edge.node for edge in reversed(roots) if edge is not None and edge not in ends]
+    while stack:
+        node = stack.pop()
+        if node not in nodes:
+            nodes[node] = below = node.next_functions if node._sequence_nr() >= since else ()
+            stack += [b for b, k in reversed(below) if b is not None and GradientEdge(b, k) not in ends]
+    return nodes
+
+
+def _can_be_read(tensor: torch.Tensor | None, node: Node) -> bool:
+    if tensor is None or not tensor.is_cpu or node.name().startswith(_PARTLY_FILLED):
+        return False
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not is_gone(tensor)
 
 
 def same_graph(one: Graph, other: Graph) -> bool:
@@ -461,7 +465,7 @@ def _within(name: str, value: Any, depth: int = 0) -> list[tuple[str, Any]]:
     """Numbers, in words, and tensors that a value is or has in it, each with a name."""
     if isinstance(value, torch.Tensor):
         return [(name, value)]
-    if type(value) in _NUMBER_TYPES or isinstance(value, np.generic):
+    if type(value) in NUMBERS or isinstance(value, np.generic):
         return [(name, repr(value))]
     inside = islice(_inside(value), _MOST_FOUND) if depth < _MOST_DEPTH else ()
     return [each for k, part in enumerate(inside) for each in _within(f"{name}.{k}", part, depth + 1)]

@@ -36,7 +36,7 @@ from torch import nn
 
 from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.samples import sample_of
-from lowtide.torch.state.structure import MODULE_INTERNALS, is_foreign, is_iterator, is_plain_object, slots_of
+from lowtide.torch.state.structure import MODULE_INTERNALS, NUMBERS, is_foreign, is_iterator, is_plain_object, slots_of
 
 _MOST_DEPTH = 8  # of functions that name functions
 _MOST_FOUND = 100  # of a container that are looked at
@@ -169,6 +169,14 @@ def _first_of(container: Any) -> list[Any]:
 
 def named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Names and values of what a function closes over, has for defaults, and names among its globals."""
+    yield from bound_in(function)
+    for name in names_in(function.__code__):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def bound_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Names and values of what a function closes over and has for defaults."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -176,9 +184,6 @@ def named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield f"a default argument of {function.__name__}", default
-    for name in names_in(function.__code__):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,7 +198,6 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 
 # --- things that move
 
-_PLAIN_NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _COUNTERS = frozenset({bool, int, float})
 # Of a container whose entries are looked at, by how deep it is inside others; of a longer one, its length and its ends.
 _MOST_ENTRIES = (1000, 50, 20, 10)
@@ -201,7 +205,7 @@ _MOST_BYTES = 64 * 1024  # of an array
 # Whoever names one of these may read what somebody writes meanwhile.
 _OUTSIDE = frozenset({"open", "environ", "getenv", "read_text", "read_bytes", "readline", "read", "load", "execute"})
 _REPEATED = (
-    *_PLAIN_NUMBERS,
+    *NUMBERS,
     nn.Module,
     torch.Tensor,
     list,
@@ -246,7 +250,7 @@ class Things:
         for kind in self._kinds:
             yield from _entries(kind.__name__, vars(kind))
         for thing in self._finds.objects:  # numbers and tensors of it are repeated, its containers are not
-            repeated = (*_PLAIN_NUMBERS, torch.Tensor)
+            repeated = (*NUMBERS, torch.Tensor)
             own = {key: part for key, part in _own_attributes(thing).items() if not isinstance(part, repeated)}
             yield from _entries("self", own)
 
@@ -367,7 +371,7 @@ def _numpy_position() -> Any:
 def _sign_of(value: Any, depth: int = 0) -> Any:
     """Something that is another when the value has moved, or what is inside it."""
     kind = type(value)
-    if kind in _PLAIN_NUMBERS:
+    if kind in NUMBERS:
         return value if value is not None and value == value else repr(value)
     if isinstance(value, np.generic):
         return value.tobytes()
@@ -381,12 +385,14 @@ def _sign_of(value: Any, depth: int = 0) -> Any:
     if isinstance(value, io.IOBase | Iterator | Coroutine):
         return _ALWAYS
     entries = _entries_of(value)
-    if entries is None:
-        return _identity(value)
+    return _identity(value) if entries is None else _sign_of_entries(entries, depth)
+
+
+def _sign_of_entries(entries: list[Any], depth: int) -> Any:
     most = _MOST_ENTRIES[depth] if depth < len(_MOST_ENTRIES) else 0
     if len(entries) > most:
         ends = (entries[0], entries[-1]) if most else ()
-        return len(entries), *(end if type(end) in _PLAIN_NUMBERS else _identity(end) for end in ends)
+        return len(entries), *(end if type(end) in NUMBERS else _identity(end) for end in ends)
     signs = [_sign_of(part, depth + 1) for part in entries if type(part) not in weakref.ProxyTypes]
     return _ALWAYS if any(sign is _ALWAYS for sign in signs) else (len(entries), *signs)
 
