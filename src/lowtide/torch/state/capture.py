@@ -412,7 +412,7 @@ def _nodes_of(roots: list[GradientEdge | None], ends: set[GradientEdge], since: 
     return nodes
 
 
-def _can_be_read(tensor: torch.Tensor | None, node: Node) -> bool:
+def _can_be_read(tensor: torch.Tensor | None, node: Node) -> TypeGuard[torch.Tensor]:
     if tensor is None or not tensor.is_cpu or node.name().startswith(_PARTLY_FILLED):
         return False
     return tensor.layout is torch.strided and tensor.is_contiguous() and not is_gone(tensor)
