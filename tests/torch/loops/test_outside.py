@@ -408,12 +408,17 @@ def test_a_refusal_leaves_buffers_as_they_were() -> None:
     assert net.seen is seen == []
 
 
+PLANNED = 0
+
+
 def test_planning_puts_counters_back_and_tells_of_what_it_cannot() -> None:
     layer, count, held = nn.Linear(4, 4), 0, SimpleNamespace(t=0)
     rows: list[int] = []
 
     def step(x: torch.Tensor) -> torch.Tensor:
         nonlocal count
+        global PLANNED
+        PLANNED += 1
         count += 1
         held.t += 1
         out: torch.Tensor = layer(x)
@@ -425,7 +430,7 @@ def test_planning_puts_counters_back_and_tells_of_what_it_cannot() -> None:
         return out
 
     lt.plan_for_loop(step, torch.randn(9, 3, 4), base=3)
-    assert (count, held.t) == (0, 0)
+    assert (count, held.t, PLANNED) == (0, 0, 0)
     with pytest.warns(UserWarning, match=r"moved rows, outside"):
         lt.plan_for_loop(noting, torch.randn(9, 3, 4), base=3)
 
