@@ -101,6 +101,12 @@ def chosen_inputs(checkpoint: Callable[..., Any]) -> None:
 
 
 @pattern
+def a_chosen_weight(checkpoint: Callable[..., Any]) -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    checkpoint(net, _leaves()[0]).sum().backward(inputs=[net[2].weight])
+
+
+@pattern
 def a_gradient_penalty(checkpoint: Callable[..., Any]) -> None:
     x, w = _leaves()
     a, _ = checkpoint(_block, x, w)
@@ -121,6 +127,18 @@ def a_backward_that_fails(checkpoint: Callable[..., Any]) -> None:
     b.register_hook(_fails)
     with suppress(ZeroDivisionError):
         (a.sum() + b.sum()).backward()
+
+
+@pattern
+def a_backward_that_fails_halfway(checkpoint: Callable[..., Any]) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x @ w)
+        if not lt.is_recomputing():
+            h.register_hook(_fails)
+        return (h @ w).sin()
+
+    with suppress(ZeroDivisionError):
+        checkpoint(function, *_leaves()).sum().backward()
 
 
 def _fails(_: torch.Tensor) -> None:

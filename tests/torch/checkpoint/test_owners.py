@@ -12,6 +12,7 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide.torch.state.bits import same_bits
+from tests.torch.calls import plainly
 
 
 def _leaf() -> torch.Tensor:
@@ -195,3 +196,69 @@ def test_tuples_that_have_classes_of_their_own_are_arguments() -> None:
 
     for found, expected in zip(run(lt.checkpoint), run(lambda function, *args: function(*args)), strict=True):
         assert same_bits(found, expected)
+
+
+class Held(nn.Module):
+    """A tensor that is changed in place, and moves from one attribute or container to another."""
+
+    b: torch.Tensor
+
+    def __init__(self, way: str, count: int) -> None:
+        super().__init__()
+        self.v: Any = torch.zeros(count)
+        self.register_buffer("b", torch.ones(count))
+        self.rows = [torch.zeros(count), torch.ones(count)]
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "replaced":
+            self.v.add_(1)
+            self.v = self.v * 2
+        elif self.way == "swapped":
+            self.v, self.b = self.b, self.v
+            self.b.add_(1)
+        else:
+            self.rows.append(self.rows.pop(0).add_(1))
+        return (x * float(self.v[0] + 2 * self.b[0] + 3 * self.rows[0][0])).sin()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("way", "count"), [("replaced", 4), ("replaced", 100_000), ("swapped", 4), ("rotated", 4)])
+def test_a_tensor_that_is_changed_in_place_and_taken_from_its_place(way: str, count: int, nested: bool) -> None:
+    outcomes = []
+    for checkpoint in (plainly, lt.checkpoint):
+        net, x = Held(way, count), _leaf()
+        y: Any = x
+        for _ in range(3):
+            if nested:
+                y = checkpoint(lambda x, net=net, call=checkpoint: call(net, x * 2).exp(), y)
+            else:
+                y = checkpoint(net, y)
+        outcomes.append([y, *torch.autograd.grad(y.sum(), x), net.v, net.b, *net.rows])
+    assert all(map(same_bits, *outcomes))
+
+
+class Seconds(float):
+    """A number with an attribute."""
+
+    unit: str
+
+
+def test_numbers_of_the_users_own_kind_are_what_they_are() -> None:
+    class Timed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spent = Seconds(1.5)
+            self.spent.unit = "s"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = (x * self.spent).sin()
+            self.spent = Seconds(self.spent + 1)
+            return y
+
+    net, x = Timed(), _leaf()
+    y = lt.checkpoint(net, x)
+    assert same_bits(torch.autograd.grad(y.sum(), x)[0], (x * 1.5).cos() * 1.5)
+    assert net.spent == 2.5
+    lt.checkpointed_for_loop(net, torch.randn(8, 4, requires_grad=True), checkpoints=1).sum().backward()
+    assert net.spent == 10.5

@@ -287,6 +287,27 @@ def test_what_another_thread_appends_is_not_lost(slots: bool) -> None:
     assert len(trainer.queue) == 2_000 + runs
 
 
+@pytest.mark.parametrize("way", ["method", "closure"])
+def test_what_another_thread_appends_during_a_rerun_is_not_lost(way: str) -> None:
+    class Served(_Trainer):
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            if lt.is_recomputing():
+                thread = threading.Thread(target=self.queue.append, args=("from outside",))
+                thread.start()
+                thread.join()
+            result: torch.Tensor = self.net(x).sin()
+            if len(self.queue) > 10_000:
+                self.queue.clear()
+            return result.exp()
+
+    trainer = Served()
+    trainer.queue.append("from before")
+    function: Callable[..., Any] = trainer.step if way == "method" else lambda x: trainer.step(x)
+    for _ in range(3):
+        lt.checkpoint(function, _leaf()).sum().backward()
+    assert list(trainer.queue) == ["from before", *["from outside"] * 3]
+
+
 def test_a_queue_may_be_gone_through_while_backwards_run() -> None:
     trainer = _Trainer()
     for _ in range(3):

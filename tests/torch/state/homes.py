@@ -12,18 +12,22 @@ prints the table as it stands on the page of the documentation.
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import itertools
 import os
+import queue
 import random
 import tempfile
 import threading
+import types
 import weakref
 from array import array
 from collections import Counter, UserDict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -64,7 +68,6 @@ class Home:
     make: Callable[[Body], Program]
     repeated: bool
     front_ends: tuple[str, ...] = ("loop", "checkpoint", "lean", "layers", "model")
-    counts: bool = True  # whether its numbers rise at every call; drawn ones do not
 
 
 # --- things that count
@@ -77,7 +80,6 @@ class Thing:
     new: Callable[[], Any]
     tick: Callable[[Any], int]
     seen: Callable[[Any], Any]
-    counts: bool = True
 
 
 def _grow(row: Any) -> int:
@@ -115,6 +117,23 @@ def _inner(thing: Any) -> int:
 def _in_place(tensor: torch.Tensor) -> int:
     tensor.add_(1)
     return int(tensor) - 1
+
+
+def _through_data(tensor: torch.Tensor) -> int:
+    tensor.data.add_(1)  # its version stays
+    return int(tensor) - 1
+
+
+def _queued(numbers: queue.Queue[int]) -> int:
+    number = numbers.get()
+    numbers.put(number + 1)
+    return number
+
+
+def _new_queue() -> queue.Queue[int]:
+    numbers: queue.Queue[int] = queue.Queue()
+    numbers.put(0)
+    return numbers
 
 
 def _optimized(scheduler: torch.optim.lr_scheduler.LRScheduler) -> int:
@@ -177,6 +196,13 @@ class Outer:
 
     def __init__(self) -> None:
         self.inner = Plain()
+
+
+class Deep:
+    """A trainer as there are some: its counter is four objects down."""
+
+    def __init__(self) -> None:
+        self.fit = SimpleNamespace(epoch=SimpleNamespace(batch=Plain()))
 
 
 class Slotted:
@@ -251,6 +277,14 @@ THINGS = {
     "list, popped from": Thing(lambda: list(range(MOST_CALLS)), lambda row: int(row.pop(0)), list),
     "list in an object": Thing(Trainer, lambda thing: _grow(thing.losses), lambda thing: list(thing.losses)),
     "dictionary": Thing(lambda: {"n": 0}, _entry("n"), dict),
+    "dictionary in a dictionary": Thing(
+        lambda: {"a": {"n": 0}}, lambda outer: _entry("n")(outer["a"]), lambda outer: outer["a"]["n"]
+    ),
+    "list in a list": Thing(lambda: [[0]], lambda outer: _entry(0)(outer[0]), lambda outer: outer[0][0]),
+    "object in a list": Thing(lambda: [Plain()], lambda row: _attribute(row[0]), lambda row: _number(row[0])),
+    "tensor in a dictionary, changed in place": Thing(
+        lambda: {"n": torch.zeros((), dtype=torch.int64)}, lambda row: _in_place(row["n"]), lambda row: int(row["n"])
+    ),
     "deque": Thing(deque, _grow, list),
     "deque, rotated": Thing(lambda: deque(range(MOST_CALLS)), _rotate, list),
     "set": Thing(set, _add, set),
@@ -261,10 +295,17 @@ THINGS = {
     "plain object": Thing(Plain, _attribute, _number),
     "object with slots": Thing(Slotted, _attribute, _number),
     "object in an object": Thing(Outer, _inner, lambda thing: thing.inner.n),
+    "object far down": Thing(
+        Deep, lambda thing: _attribute(thing.fit.epoch.batch), lambda thing: _number(thing.fit.epoch.batch)
+    ),
+    "queue": Thing(_new_queue, _queued, lambda numbers: list(numbers.queue)),
     "numpy array": Thing(lambda: np.zeros(1, dtype=np.int64), _entry(0), lambda row: row.tolist()),
+    "large numpy array": Thing(lambda: np.zeros(4000, dtype=np.int64), _entry(7), lambda row: int(row[7])),
+    "numpy array of objects": Thing(lambda: np.array([0], dtype=object), _entry(0), lambda row: row.tolist()),
     "array.array": Thing(lambda: array("q", [0]), _entry(0), lambda row: row.tolist()),
     "bytearray": Thing(lambda: bytearray(1), _entry(0), bytes),
     "tensor, changed in place": Thing(lambda: torch.zeros((), dtype=torch.int64), _in_place, int),
+    "tensor, changed through its data": Thing(lambda: torch.zeros((), dtype=torch.int64), _through_data, int),
     "itertools.count": Thing(itertools.count, next, lambda it: next(copy.copy(it))),
     "iterator of a list": Thing(lambda: iter(list(range(MOST_CALLS))), next, lambda it: it.__length_hint__()),
     "itertools.cycle": Thing(lambda: itertools.cycle(range(MOST_CALLS)), next, lambda it: next(copy.copy(it))),
@@ -278,14 +319,10 @@ THINGS = {
     "thread-local": Thing(_new_local, _attribute, _number),
     "context variable": Thing(lambda: ContextVar("steps", default=0), _set, lambda variable: variable.get()),
     "file": Thing(_new_file, _written, lambda path: path.read_text()),
-    "random.Random": Thing(
-        lambda: random.Random(3), lambda draws: draws.randrange(7), lambda draws: draws.getstate(), counts=False
-    ),
-    "numpy Generator": Thing(
-        lambda: np.random.default_rng(3), _draw_numpy, lambda draws: draws.bit_generator.state, counts=False
-    ),
+    "random.Random": Thing(lambda: random.Random(3), lambda draws: draws.randrange(7), lambda draws: draws.getstate()),
+    "numpy Generator": Thing(lambda: np.random.default_rng(3), _draw_numpy, lambda draws: draws.bit_generator.state),
     "torch.Generator": Thing(
-        lambda: torch.Generator().manual_seed(3), _draw_torch, lambda draws: draws.get_state().tolist(), counts=False
+        lambda: torch.Generator().manual_seed(3), _draw_torch, lambda draws: draws.get_state().tolist()
     ),
 }
 
@@ -316,7 +353,7 @@ def in_module(name: str, *, repeated: bool = True) -> Home:
         module = Holding(body, thing)
         return Program(module, lambda: thing.seen(module.home), lambda: module.home)
 
-    return Home(make, repeated=repeated, counts=thing.counts)
+    return Home(make, repeated=repeated)
 
 
 def in_closure(name: str, *, repeated: bool = False) -> Home:
@@ -331,7 +368,7 @@ def in_closure(name: str, *, repeated: bool = False) -> Home:
 
         return Program(function, lambda: thing.seen(home))
 
-    return Home(make, repeated=repeated, counts=thing.counts)
+    return Home(make, repeated=repeated)
 
 
 GLOBAL: Any = None
@@ -351,7 +388,7 @@ def in_global(name: str, *, repeated: bool = False) -> Home:
 
         return Program(function, lambda: thing.seen(GLOBAL), lambda: GLOBAL)
 
-    return Home(make, repeated=repeated, counts=thing.counts)
+    return Home(make, repeated=repeated)
 
 
 def in_argument(name: str) -> Home:
@@ -366,7 +403,7 @@ def in_argument(name: str) -> Home:
 
         return Program(function, lambda: thing.seen(home), arguments=lambda: (home,))
 
-    return Home(make, repeated=True, front_ends=("checkpoint", "lean"), counts=thing.counts)
+    return Home(make, repeated=True, front_ends=("checkpoint", "lean"))
 
 
 # --- homes that are more than a thing in a place
@@ -507,6 +544,40 @@ def _replaced_tensor(body: Body) -> Program:
         return call(int(n) - 1, *args)
 
     return Program(function, lambda: int(n))
+
+
+class Phase(enum.Enum):
+    """What is done at each step, in turn."""
+
+    FIRST = 0
+    SECOND = 1
+    THIRD = 2
+
+
+def _rebound(start: Any, following: Callable[[Any], Any], number: Callable[[Any], int]) -> Callable[[Body], Program]:
+    """A variable of a closure that stands for another thing after each call."""
+
+    def make(body: Body) -> Program:
+        call, now = body.call, start
+
+        def function(*args: Any) -> Any:
+            nonlocal now
+            before, now = now, following(now)
+            return call(number(before), *args)
+
+        return Program(function, lambda: now)
+
+    return make
+
+
+HELPERS = types.ModuleType("helpers")  # a module of the user's, with a global and a function that counts in it
+exec("n = 0\ndef tick():\n    global n\n    n += 1\n    return n - 1\n", vars(HELPERS))
+
+
+def _helpers_global(body: Body) -> Program:
+    HELPERS.n = 0  # type: ignore[attr-defined]  # made by the code above
+    call = body.call
+    return Program(lambda *args: call(HELPERS.tick(), *args), lambda: HELPERS.n)
 
 
 NUMBER = 0
@@ -721,7 +792,7 @@ def _number_argument(body: Body) -> Program:
 HOMES: dict[str, Home] = {
     # In modules
     "module: number": Home(_module_number, repeated=True),
-    "module: number that begins to change late": Home(_late_number, repeated=True, counts=False),
+    "module: number that begins to change late": Home(_late_number, repeated=True),
     "module: buffer, replaced": Home(_module_tensor("buffer"), repeated=True),
     "module: buffer, changed in place": Home(_module_tensor("buffer in place"), repeated=True),
     "module: parameter without grad": Home(_module_tensor("parameter"), repeated=True),
@@ -731,7 +802,11 @@ HOMES: dict[str, Home] = {
             "list",
             "list, popped from",
             "list in an object",
+            "list in a list",
+            "object in a list",
             "dictionary",
+            "dictionary in a dictionary",
+            "tensor in a dictionary, changed in place",
             "deque",
             "deque, rotated",
             "set",
@@ -742,10 +817,13 @@ HOMES: dict[str, Home] = {
             "plain object",
             "object with slots",
             "object in an object",
+            "object far down",
             "numpy array",
+            "large numpy array",
             "array.array",
             "bytearray",
             "tensor, changed in place",
+            "tensor, changed through its data",
             "itertools.count",
             "iterator of a list",
             "scheduler of one's own",
@@ -764,6 +842,7 @@ HOMES: dict[str, Home] = {
     **{
         f"module: {name}": in_module(name, repeated=False)
         for name in (
+            "queue",
             "itertools.cycle",
             "generator function",
             "scheduler of torch.optim",
@@ -781,9 +860,9 @@ HOMES: dict[str, Home] = {
     "carry: number": Home(_carry(int), repeated=True, front_ends=("loop",)),
     "carry: tensor": Home(_carry(lambda: torch.zeros((), dtype=torch.int64)), repeated=True, front_ends=("loop",)),
     # Random numbers
-    "Python's random": Home(_python_random, repeated=True, counts=False),
-    "numpy's random": Home(_numpy_random, repeated=True, counts=False),
-    "torch's random": Home(_torch_random, repeated=True, counts=False),
+    "Python's random": Home(_python_random, repeated=True),
+    "numpy's random": Home(_numpy_random, repeated=True),
+    "torch's random": Home(_torch_random, repeated=True),
     **{
         f"closure: {name}": in_closure(name, repeated=True)
         for name in ("random.Random", "numpy Generator", "torch.Generator")
@@ -791,13 +870,22 @@ HOMES: dict[str, Home] = {
     # In closures
     "closure: number": Home(_nonlocal_number, repeated=False),
     "closure: tensor, replaced": Home(_replaced_tensor, repeated=False),
+    "closure: member of an enumeration": Home(
+        _rebound(Phase.FIRST, lambda phase: Phase((phase.value + 1) % 3), lambda phase: int(phase.value)),
+        repeated=False,
+    ),
+    "closure: Decimal": Home(_rebound(Decimal(), lambda number: number + 1, int), repeated=False),
     **{
         f"closure: {name}": in_closure(name)
         for name in (
             "list",
             "list, popped from",
             "list in an object",
+            "list in a list",
+            "object in a list",
             "dictionary",
+            "dictionary in a dictionary",
+            "tensor in a dictionary, changed in place",
             "deque",
             "deque, rotated",
             "set",
@@ -808,14 +896,19 @@ HOMES: dict[str, Home] = {
             "plain object",
             "object with slots",
             "object in an object",
+            "object far down",
             "numpy array",
+            "large numpy array",
+            "numpy array of objects",
             "array.array",
             "bytearray",
             "tensor, changed in place",
+            "tensor, changed through its data",
             "itertools.count",
             "iterator of a list",
             "itertools.cycle",
             "generator function",
+            "queue",
             "scheduler of one's own",
             "scheduler of torch.optim",
             "class attribute",
@@ -828,6 +921,7 @@ HOMES: dict[str, Home] = {
     # Elsewhere
     "global: number": Home(_global_number, repeated=False),
     **{f"global: {name}": in_global(name) for name in ("list", "plain object", "itertools.count", "context variable")},
+    "global of another module": Home(_helpers_global, repeated=False),
     "function attribute": Home(_function_attribute, repeated=False),
     "default argument": Home(_default_argument, repeated=False),
     "partial: keyword object": Home(_partial_keyword, repeated=False),

@@ -105,8 +105,10 @@ def test_loops_compare_what_is_on_a_device_too(monkeypatch: pytest.MonkeyPatch) 
 
 def test_graphs_that_differ_in_their_number_of_nodes() -> None:
     proof = Proof(None)
-    proof.graph(0, (0, ("AddBackward0", (), (-1,))))
+    proof.graph(0, ((0, ("AddBackward0", (), (-1,))), (1,)))
     with pytest.raises(CheckpointError, match="2 nodes and results at first, 3 now"):
-        proof.graph(0, (0, ("AddBackward0", (), (-1,)), ("MulBackward0", (), (-1,))))
+        proof.graph(0, ((0, ("AddBackward0", (), (-1,)), ("MulBackward0", (), (-1,))), ()))
     with pytest.raises(CheckpointError, match="a gradient at first, no gradient now"):
-        proof.graph(0, (None, ("AddBackward0", (), (-1,))))
+        proof.graph(0, ((None, ("AddBackward0", (), (-1,))), ()))
+    with pytest.raises(CheckpointError, match="the operations are the same, but not the tensors"):
+        proof.graph(0, ((0, ("AddBackward0", (), (-1,))), (2,)))

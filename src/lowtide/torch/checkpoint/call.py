@@ -91,8 +91,9 @@ def checkpoint(
 ) -> Result:
     """Call `function(*args, **kwargs)` without keeping its tape; the function runs again when the backward needs it.
 
-    Results and gradients are those of the plain call to the last bit. Buffers and attributes that the function changes
-    are changed once, and random numbers are the same in the rerun. Where that is impossible, an error is raised.
+    Results and gradients are those of the plain call to the last bit. What it changes in modules and arguments
+    is changed once, and random numbers are the same in the rerun. Side effects on anything else happen again; where
+    they make the rerun compute something else, an error is raised.
 
     Args:
         function: what to call: a module, a method or any other function.
@@ -110,7 +111,7 @@ def checkpoint(
             `sdpa_kernel` are restored without being listed here.
         check_rerun: what is compared of the tensors that autograd saves in both runs: by default samples, small
             tensors whole and at least 1,024 numbers of a large one; with True every bit, with False only shapes, which
-            is the default with `preserve_rng_state=False`.
+            is the default with `preserve_rng_state=False` and with `determinism_check="none"`.
         kwargs: its keyword arguments.
 
     Raises:

@@ -58,6 +58,8 @@ def lean(
 
     Raises:
         BudgetError: no tape is that small; the error names the least that works.
+        CheckpointError: in the backward, if what is made again is not what was dropped; `.grad` is then not to be
+            trusted.
     """
     if _compiling() or not torch.is_grad_enabled() or recording.runs_plainly() or _steps_aside():
         return function(*args, **kwargs)

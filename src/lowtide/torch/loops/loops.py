@@ -107,7 +107,8 @@ def checkpointed_scan(
     the least memory that runs no step more than one extra time.
 
     Args:
-        f: the step, as in `scan`. Modules it calls may keep state and draw random numbers.
+        f: the step, as in `scan`. Modules it calls may keep state and draw random numbers. Its side effects on anything
+            else happen again in reruns; a rerun that differs because of them is a `CheckpointError`.
         init: as in `scan`.
         xs: as in `scan`.
         length: as in `scan`.

@@ -30,6 +30,7 @@ from lowtide.torch.loops.pullback import Piece
 from lowtide.torch.loops.runner import Ahead, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.memory.tracker import Memory, storage_bytes, watching
+from lowtide.torch.state.capture import as_it_was_packed
 from lowtide.torch.state.generators import mark_bytes
 
 # Gradients may need a few steps to reach every part of the state; a longer delay is found out later, and refused.
@@ -206,7 +207,7 @@ class Meter:
         worst, self.memory.peak = self.memory.peak, self.memory.now
         began = perf_counter()
         hooks = torch.autograd.graph.saved_tensors_hooks
-        with hooks(self._pack, _unpack) if self._lean is None else self._lean.watched(self.packed):
+        with hooks(self._pack, as_it_was_packed) if self._lean is None else self._lean.watched(self.packed):
             yield
         self.forward = perf_counter() - began
         self.after = self.memory.now
@@ -240,10 +241,6 @@ class Meter:
     def keeps(self, leaf: Any) -> bool:
         """Whether the tape holds the leaf's storage."""
         return isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self.packed
-
-
-def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _seeing(meter: Meter | None) -> AbstractContextManager[None]:

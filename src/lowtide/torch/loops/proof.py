@@ -35,18 +35,19 @@ class Proof:
         always: whether every bit is compared, at every step.
         never: whether nothing is.
         moving: names of what moved while the first steps ran; where there are any, graphs are compared.
+        sample: takes a sample of a tensor.
     """
 
     def __init__(self, check_rerun: bool | None) -> None:
         self.always = check_rerun is True
         self.never = check_rerun is False
         self.moving: list[str] = []
-        self._sample = whole_sample_of if self.always else sample_of
+        self.sample = whole_sample_of if self.always else sample_of
         self._outputs = array("Q")  # by step
         self._states: dict[int, list[Sample]] = {}  # by the number of steps that led there
         self._on_device: dict[int, list[Sample]] = {}  # by step, samples of outputs that are on a device
         self._graphs: dict[int, Graph] = {}  # by step
-        self._interned: dict[Graph, Graph] = {}
+        self._interned: dict[Any, Any] = {}
 
     @property
     def compares_graphs(self) -> bool:
@@ -93,7 +94,7 @@ class Proof:
 
     def graph(self, step: int, graph: Graph) -> None:
         """Note the graph of a step's first run, or compare that of a rerun with it."""
-        known = self._interned.setdefault(graph, graph)
+        known = self._interned.setdefault(graph[0], graph[0]), graph[1]
         then = self._graphs.setdefault(step, known)
         if then is not known and not same_graph(then, known):
             what = _first_difference(then, known)
@@ -108,7 +109,7 @@ class Proof:
 
     def _sample_of(self, leaf: Any) -> Sample:
         if isinstance(leaf, torch.Tensor):
-            return self._sample(leaf)
+            return self.sample(leaf)
         return hash(leaf) & _MASK if type(leaf) in NUMBERS else 0
 
     def _compare_on_device(self, now: list[Sample], then: list[Sample], step: int, how: str) -> None:
@@ -127,10 +128,12 @@ class Proof:
 
 
 def _first_difference(then: Graph, now: Graph) -> str:
-    for one, other in zip(then, now, strict=False):
+    for one, other in zip(then[0], now[0], strict=False):
         if one != other:
             return f"{_in_words(one)} at first, {_in_words(other)} now"
-    return f"{len(then):,} nodes and results at first, {len(now):,} now"
+    if len(then[0]) != len(now[0]):
+        return f"{len(then[0]):,} nodes and results at first, {len(now[0]):,} now"
+    return "the operations are the same, but not the tensors that they have saved"
 
 
 def _in_words(row: Any) -> str:

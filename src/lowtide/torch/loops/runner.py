@@ -327,7 +327,8 @@ class StepRunner:
         carry, hidden = piece.ends[: len(self.leaves)], piece.ends[len(self.leaves) :]
         # Hidden state that begins to change later is not among the state of earlier steps.
         changed = [edge for edge in hidden if edge is not None and edge not in ends]
-        self.proof.graph(piece.stop - 1, graph_of([*outputs, *carry, *changed], ends, piece.since))
+        graph = graph_of([*outputs, *carry, *changed], ends, piece.since, self.proof.sample)
+        self.proof.graph(piece.stop - 1, graph)
 
     def _wants_only_edges(self) -> bool:
         """Whether nothing has to be known of a rerun's output but where its cotangent enters."""
@@ -423,6 +424,7 @@ class StepRunner:
         self.first_flags += [False] * (len(self.begin.all_leaves()) - len(self.first_flags))
         self._draws = self.random.mark() is not self.random.start
         self._first_runs = False
+        self._look = {}
         finals = self.state()
         self.forget_carry()
         return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in finals]

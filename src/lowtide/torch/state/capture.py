@@ -8,12 +8,12 @@ gradient would be lost.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from itertools import count
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import count, islice
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 from torch.overrides import TorchFunctionMode
@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from lowtide.errors import CheckpointError
 from lowtide.torch.memory.tracker import tensors_of
 from lowtide.torch.state.generators import state_of
-from lowtide.torch.state.structure import NUMBERS
+from lowtide.torch.state.samples import is_gone, sample_of
+from lowtide.torch.state.structure import NUMBERS, is_plain_object
 
 # --- tensors, and where their gradients arrive
 
@@ -316,6 +317,9 @@ class _Substituting(TorchFunctionMode):
 
 # --- later steps: do they reach anything else
 
+_HIDDEN: Any = object()
+_MOST_DEPTH = 3  # of containers and objects in a context
+_MOST_FOUND = 100  # of each
 _calls = count()
 
 
@@ -356,39 +360,68 @@ class Walk:
 
 # --- the graph of a step
 
-Graph = tuple[Any, ...]
+# Its nodes and how they follow on each other, with the numbers in them; and samples of the tensors that they saved.
+Graph = tuple[tuple[Any, ...], tuple[Any, ...]]
+_PARTLY_FILLED = ("Rrelu", "CtcLoss")  # nodes of operations that save tensors of which they leave parts unfilled
 
 
-def graph_of(results: Iterable[GradientEdge | None], ends: set[GradientEdge], since: int) -> Graph:
-    """What tells the graph of a step: its nodes and how they follow on each other, with the numbers in custom ones.
+def as_it_was_packed(tensor: torch.Tensor) -> torch.Tensor:
+    """A hook for saved tensors, to be unpacked with; it is one behind which `graph_of` may look."""
+    return tensor
+
+
+def graph_of(
+    results: Iterable[GradientEdge | None],
+    ends: set[GradientEdge],
+    since: int,
+    sample: Callable[[torch.Tensor], Any] = sample_of,
+) -> Graph:
+    """What tells the graph of a step.
 
     Args:
         results: where gradients enter; None where none does.
         ends: where they come out.
         since: the sequence number from which on nodes are the step's own.
+        sample: what is noted of tensors that can be read where they are. Samples of those on a device, or with gaps,
+            would be tensors too, which no budget has room for.
     """
-    numbers: dict[Node, int] = {}
-    order: list[tuple[Node, Any]] = []
     roots = list(results)
-    stack = [edge.node for edge in reversed(roots) if edge is not None and edge not in ends]
-    while stack:
-        node = stack.pop()
-        if node not in numbers:
-            numbers[node] = len(order)
-            below = node.next_functions if node._sequence_nr() >= since else ()
-            order.append((node, below))
-            stack += [b for b, k in reversed(below) if b is not None and GradientEdge(b, k) not in ends]
+    nodes = _nodes_of(roots, ends, since)
+    numbers = {node: place for place, node in enumerate(nodes)}
 
     def number(node: Node | None, k: int) -> int | None:
         return None if node is None else -1 if GradientEdge(node, k) in ends else numbers[node]
 
-    rows = [(_name_of(node), _numbers_of(node), tuple(number(b, k) for b, k in below)) for node, below in order]
-    return (*(None if edge is None else number(edge.node, edge.output_nr) for edge in roots), *rows)
+    rows, samples = [], []
+    for node, below in nodes.items():
+        own, tensors = _saved_in(node)
+        rows.append((_name_of(node), own, tuple(number(b, k) for b, k in below)))
+        samples += [sample(tensor) if _can_be_read(tensor, node) else 0 for tensor in tensors]
+    return (*(None if edge is None else number(edge.node, edge.output_nr) for edge in roots), *rows), tuple(samples)
+
+
+def _nodes_of(roots: list[GradientEdge | None], ends: set[GradientEdge], since: int) -> dict[Node, Any]:
+    """The nodes of a graph in their order, each with the edges that follow on it."""
+    nodes: dict[Node, Any] = {}
+    stack = [edge.node for edge in reversed(roots) if edge is not None and edge not in ends]
+    while stack:
+        node = stack.pop()
+        if node not in nodes:
+            nodes[node] = below = node.next_functions if node._sequence_nr() >= since else ()
+            stack += [b for b, k in reversed(below) if b is not None and GradientEdge(b, k) not in ends]
+    return nodes
+
+
+def _can_be_read(tensor: torch.Tensor | None, node: Node) -> TypeGuard[torch.Tensor]:
+    if tensor is None or not tensor.is_cpu or node.name().startswith(_PARTLY_FILLED):
+        return False
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not is_gone(tensor)
 
 
 def same_graph(one: Graph, other: Graph) -> bool:
-    """Whether two graphs are the same. Numbers behind somebody's hooks were not looked at, and may be anything."""
-    return one == other or (len(one) == len(other) and all(map(_same_row, one, other)))
+    """Whether two graphs are the same. What is behind somebody's hooks was not looked at, and may be anything."""
+    same = one[0] == other[0] or (len(one[0]) == len(other[0]) and all(map(_same_row, one[0], other[0])))
+    return same and all(then == now or not then or not now for then, now in zip(one[1], other[1], strict=False))
 
 
 def _same_row(one: Any, other: Any) -> bool:
@@ -408,25 +441,47 @@ def _name_of(node: Node) -> str:
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
 
 
-def _numbers_of(node: Any) -> tuple[Any, ...]:
-    """Numbers that an operation was given, or a custom Function has put into its context."""
-    attributes = getattr(node, "__dict__", None)
-    if attributes is not None:
-        return tuple((name, repr(value)) for name, value in attributes.items() if type(value) in NUMBERS)
-    own = []
-    for name in _saved_by(type(node)):
+def _saved_in(node: Any) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
+    """Numbers that an operation was given, or a custom Function has put into its context, and tensors that it saved.
+
+    None stands for a tensor behind a hook of somebody's, which to look at would run.
+    """
+    attributes, found = getattr(node, "__dict__", None), list[tuple[str, Any]]()
+    for name, value in () if attributes is None else list(attributes.items()):
+        found += _within(name, value)
+    for name in _saved_by(type(node)) if attributes is None else ("_saved_tensors",):
         raw = getattr(node, f"_raw{name}", None)
-        if raw is None or getattr(raw, "unpack_hook", None) is None:  # else to look would run somebody's hook
-            try:
-                value = getattr(node, name)
-            except RuntimeError:  # a tensor that was changed in place since: the backward will say so
-                continue
-            if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cpu and not value.requires_grad:
-                # A number that the operation was given, read as its bytes: others may watch what tensors are asked.
-                value = ctypes.string_at(value.data_ptr(), value.nbytes).hex()
-            if type(value) in NUMBERS:
-                own.append((name.removeprefix("_saved_"), repr(value)))
-    return tuple(own)
+        rows = raw if isinstance(raw, tuple) else (raw,)
+        value = _HIDDEN
+        if all(map(_may_be_looked_at, rows)):
+            with suppress(RuntimeError):  # a tensor that was changed in place since: the backward will say so
+                value = getattr(node, name if attributes is None else "saved_tensors")
+        found += [(name, None)] * len(rows) if value is _HIDDEN else _within(name.removeprefix("_saved_"), value)
+    numbers = tuple((name, value) for name, value in found if isinstance(value, str))
+    return numbers, [value for _, value in found if not isinstance(value, str)]
+
+
+def _within(name: str, value: Any, depth: int = 0) -> list[tuple[str, Any]]:
+    """Numbers, in words, and tensors that a value is or has in it, each with a name."""
+    if isinstance(value, torch.Tensor):
+        return [(name, value)]
+    if type(value) in NUMBERS or isinstance(value, np.generic):
+        return [(name, repr(value))]
+    inside = islice(_inside(value), _MOST_FOUND) if depth < _MOST_DEPTH else ()
+    return [each for k, part in enumerate(inside) for each in _within(f"{name}.{k}", part, depth + 1)]
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """What is in a container or an object that a custom Function has put into its context."""
+    if isinstance(value, tuple | list):
+        return value
+    attributes = getattr(value, "__dict__", {}) if is_plain_object(type(value)) else {}
+    return (value if isinstance(value, dict) else attributes).values()
+
+
+def _may_be_looked_at(raw: Any) -> bool:
+    """Whether to look at what was saved runs no hook of somebody's."""
+    return getattr(raw, "unpack_hook", None) in (None, as_it_was_packed)
 
 
 _saved_names: dict[type, tuple[str, ...]] = {}  # by torch's own classes of nodes

@@ -7,6 +7,7 @@ keeps no more than it needs. For a rerun it is put back, and afterwards that is 
 from __future__ import annotations
 
 import weakref
+from math import inf
 from operator import is_
 from typing import Any
 
@@ -345,6 +346,8 @@ def _fill(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
 
 def _hold(value: Any, held: list[torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+        return value
+    if may_be_copied(value, inf):  # a note of its contents gives it the values that it had, so it has to be this one
         return value
     # Without its graph, which may be that of the step before, and so of all steps before it: autograd remembers the
     # node of a tensor that it saves even where hooks around it keep something else.

@@ -84,6 +84,10 @@ def _keeps_attributes(kind: type[Any]) -> bool:
         return False
     if hasattr(kind, "__del__"):  # a copy of it would do, when it dies, what only the original is to do
         return False
+    try:
+        object.__new__(kind)
+    except TypeError:  # it is more than its attributes: a number, for one
+        return False
     return kind.__dictoffset__ != 0 or any("__slots__" in base.__dict__ for base in kind.__mro__)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import io
+import queue
 import random
 import threading
 import types
@@ -24,7 +25,7 @@ import warnings
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -34,6 +35,7 @@ import torch
 from torch import nn
 
 from lowtide.torch.state.generators import KINDS as GENERATORS
+from lowtide.torch.state.samples import sample_of
 from lowtide.torch.state.structure import MODULE_INTERNALS, NUMBERS, is_foreign, is_iterator, is_plain_object, slots_of
 
 _MOST_DEPTH = 8  # of functions that name functions
@@ -42,6 +44,8 @@ FUNCTIONS = (
     *(types.FunctionType, types.MethodType, functools.partial),
     *(types.BuiltinMethodType, types.MethodWrapperType),  # of an object of C, such as `counter.__next__`
 )
+
+_FOUND = (nn.Module, *GENERATORS, *FUNCTIONS)
 
 
 class Finds:
@@ -92,7 +96,7 @@ class Finds:
                 self.functions.append(function)
                 for name, value in named_by(function):
                     self.labels.setdefault(id(value), name)
-                    self._find_held(value, depth)
+                    self._find_held(value, depth, function)
         elif isinstance(function, types.MethodType):
             self.find(function.__func__, depth + 1)
             self._find_owner(function.__self__)
@@ -114,14 +118,12 @@ class Finds:
                 self.find(value, depth + 1)
         for function in (type(module).forward, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             self.find(function, depth + 1)
-        for kind in type(module).__mro__:
-            if not is_foreign(kind.__module__):
-                self._add_methods(kind)
+        self._add_methods(type(module))
 
     def _add_methods(self, kind: type) -> None:
-        """Add functions that `forward` may call; modules that they name take part only if they are called."""
-        for value in list(vars(kind).values()):
-            method = value.fget if isinstance(value, property) else value
+        """Add functions that may be called; modules that they name take part only if they are called."""
+        for value in _class_attributes(kind).values():
+            method = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if isinstance(method, types.FunctionType) and id(method) not in self._seen:
                 self._seen.add(id(method))
                 self.functions.append(method)
@@ -133,23 +135,29 @@ class Finds:
             self.objects.append(owner)
             self._find_in_attributes(owner)
 
-    def _find_held(self, value: Any, depth: int) -> None:
+    def _find_held(self, value: Any, depth: int, function: types.FunctionType | None = None) -> None:
         """Look at something that a function holds."""
         if type(value) in weakref.ProxyTypes:  # to look at one may fail
             return
-        if isinstance(value, (nn.Module, *GENERATORS, *FUNCTIONS)):
-            self.find(value, depth + 1)
-        elif isinstance(value, list | tuple | deque | dict):
-            for part in _first_of(value):
-                if isinstance(part, (nn.Module, *GENERATORS, *FUNCTIONS)):
-                    self.find(part, depth + 1)
+        if isinstance(value, list | tuple | deque | dict):
+            parts = _first_of(value)
+        elif isinstance(value, types.ModuleType):
+            parts = list(_attributes_of(value, function).values())
+        else:
+            parts = [value]
+        for part in parts:
+            if isinstance(part, _FOUND):
+                self.find(part, depth + 1)
+        if isinstance(value, type):
+            self._add_methods(value)
         elif is_plain_object(type(value)):  # the user's own, but for the modules and generators that it has
             self._find_in_attributes(value)
+            self._add_methods(type(value))
 
     def _find_in_attributes(self, thing: Any) -> None:
         for value in _first_of(getattr(thing, "__dict__", {})):
             for part in (value, *(_first_of(value) if isinstance(value, list | tuple | dict) else ())):
-                if isinstance(part, (nn.Module, *GENERATORS)):
+                if isinstance(part, _FOUND):
                     self.find(part)
 
 
@@ -191,10 +199,11 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 # --- things that move
 
 _COUNTERS = frozenset({bool, int, float})
-_MOST_ENTRIES = 1000  # of a container whose numbers are looked at; of a longer one, its length
-_MOST_BYTES = 1024  # of an array
+# Of a container whose entries are looked at, by how deep it is inside others; of a longer one, its length and its ends.
+_MOST_ENTRIES = (1000, 50, 20, 10)
+_MOST_BYTES = 64 * 1024  # of an array
 # Whoever names one of these may read what somebody writes meanwhile.
-_OUTSIDE = frozenset({"open", "environ", "getenv", "read_text", "readline"})
+_OUTSIDE = frozenset({"open", "environ", "getenv", "read_text", "read_bytes", "readline", "read", "load", "execute"})
 _REPEATED = (
     *NUMBERS,
     nn.Module,
@@ -208,6 +217,11 @@ _REPEATED = (
     array,
     bytearray,
     type,
+)
+# Of the standard library and of torch, and with state in their attributes.
+_STANDARD = (
+    *(threading.local, threading.Semaphore, queue.Queue),
+    *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
 )
 _ALWAYS: Any = object()  # what cannot be looked at without changing it, and is taken to move
 
@@ -244,9 +258,10 @@ class Things:
         """What modules have that is none of the kinds which are repeated for a rerun: files, schedulers, and so on."""
         for module in self._modules:
             for name, value in list(vars(module).items()):
-                repeated = isinstance(value, _REPEATED) or is_iterator(value) or is_plain_object(type(value))
-                if name not in MODULE_INTERNALS and not repeated:
-                    yield f"{type(module).__name__}.{name}", value
+                if name in MODULE_INTERNALS or isinstance(value, _REPEATED) or is_iterator(value):
+                    continue
+                # A plain object is repeated, but for what its class has.
+                yield f"{type(module).__name__}.{name}", type(value) if is_plain_object(type(value)) else value
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names of the values that are tensors or have tensors in them, with each of these."""
@@ -323,22 +338,29 @@ def _attributes_of(value: Any, function: types.FunctionType | None) -> Mapping[s
     if isinstance(value, types.ModuleType):
         named = set() if function is None else set(names_in(function.__code__))
         return {} if is_foreign(value.__name__) else {key: p for key, p in vars(value).items() if key in named}
-    if isinstance(value, type):
-        return {} if is_foreign(value.__module__) else vars(value)
     if isinstance(value, nn.Module | torch.Tensor | types.FunctionType | types.MethodType):
         return {}  # modules are repeated, functions have been found, and what becomes of a tensor shows in values
-    if isinstance(value, threading.local | torch.optim.lr_scheduler.LRScheduler):
+    if isinstance(value, type):
+        return {**_class_attributes(type(value)), **_class_attributes(value)}
+    if isinstance(value, _STANDARD):
         return vars(value)
     if is_foreign(type(value).__module__) and not is_plain_object(type(value)):
         return {}
-    kind = type(value)
-    return {**({} if is_foreign(kind.__module__) else vars(kind)), **_own_attributes(value)}
+    return {**_class_attributes(type(value)), **_own_attributes(value)}
+
+
+def _class_attributes(kind: type) -> dict[str, Any]:
+    """What a class has, and those that it inherits from, but for classes of torch's, numpy's and Python's own."""
+    kinds = [base for base in reversed(type.mro(kind)) if not is_foreign(base.__module__)]
+    return {name: value for base in kinds for name, value in vars(base).items()}
 
 
 def moved(before: Look, after: Look) -> list[str]:
-    """The names of things that are not as they were, or cannot be told."""
+    """The names of things that are not as they were, or cannot be told; of a thing in a thing, the inner one's."""
     names = [name for name in after if name not in before or after[name] is _ALWAYS or before[name] != after[name]]
-    return names + [name for name in before if name not in after]
+    names += [name for name in before if name not in after]
+    outer = {name[:k] for name in names for k, letter in enumerate(name) if letter == "."}
+    return [name for name in names if name not in outer]
 
 
 def _numpy_position() -> Any:
@@ -346,38 +368,61 @@ def _numpy_position() -> Any:
     return state["state"].get("pos"), state.get("gauss")
 
 
-def _sign_of(value: Any) -> Any:
-    """Something that is another when the value has moved; None for what is not small or not looked at."""
+def _sign_of(value: Any, depth: int = 0) -> Any:
+    """Something that is another when the value has moved, or what is inside it."""
     kind = type(value)
     if kind in NUMBERS:
         return value if value is not None and value == value else repr(value)
     if isinstance(value, np.generic):
         return value.tobytes()
-    if isinstance(value, np.ndarray | array | bytearray):
+    if isinstance(value, np.ndarray | array | bytearray | memoryview):
         return _bytes_of(value)
-    if isinstance(value, list | tuple | set | deque | dict | Mapping):
-        return _sign_of_container(value)
     if isinstance(value, torch.Tensor):
-        return id(value), 0 if value.is_inference() else value._version
+        sample = sample_of(value) if value.is_cpu else 0  # on a device, to read it would wait
+        return _identity(value), 0 if value.is_inference() else value._version, sample
     if isinstance(value, contextvars.ContextVar):
-        return _sign_of(value.get(None))
-    return _ALWAYS if isinstance(value, io.IOBase | Iterator) else None
+        return _sign_of(value.get(None), depth)
+    if isinstance(value, io.IOBase | Iterator | Coroutine):
+        return _ALWAYS
+    entries = _entries_of(value)
+    return _identity(value) if entries is None else _sign_of_entries(entries, depth)
 
 
-def _bytes_of(array_: Any) -> bytes | None:
+def _sign_of_entries(entries: list[Any], depth: int) -> Any:
+    most = _MOST_ENTRIES[depth] if depth < len(_MOST_ENTRIES) else 0
+    if len(entries) > most:
+        ends = (entries[0], entries[-1]) if most else ()
+        return len(entries), *(end if type(end) in NUMBERS else _identity(end) for end in ends)
+    signs = [_sign_of(part, depth + 1) for part in entries if type(part) not in weakref.ProxyTypes]
+    return _ALWAYS if any(sign is _ALWAYS for sign in signs) else (len(entries), *signs)
+
+
+def _identity(value: Any) -> tuple[int, Any]:
+    """What tells an object from all others, as long as it is kept: the number of one that is gone may be another's."""
+    try:
+        known: Any = weakref.ref(value)
+    except TypeError:  # of a kind that cannot be referred to
+        known = value
+    return id(known), known
+
+
+def _entries_of(value: Any) -> list[Any] | None:
+    """What is inside a container or an object; None where there is nothing that is known."""
+    if isinstance(value, Mapping) and is_foreign(type(value).__module__):  # somebody's own may read a file for each
+        value = dict(dict.items(value) if isinstance(value, dict) else value.items())
+    if isinstance(value, dict):
+        return [*dict.keys(value), *dict.values(value)]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    keeps = isinstance(value, _STANDARD) or is_plain_object(type(value))
+    return list(_own_attributes(value).values()) if keeps else None
+
+
+def _bytes_of(array_: Any) -> Any:
     view = memoryview(array_)
-    return view.tobytes() if view.nbytes <= _MOST_BYTES and view.format != "O" else None
-
-
-def _sign_of_container(value: Any) -> Any:
-    if isinstance(value, set) or not value:
-        return len(value)
-    if isinstance(value, Mapping) and not isinstance(value, dict):  # a weak dictionary, a `UserDict`
-        value = dict(value.items())
-    if len(value) > _MOST_ENTRIES:
-        return (len(value), *(repr(value[k]) for k in (0, -1))) if isinstance(value, list | deque) else len(value)
-    entries = list(dict.values(value)) if isinstance(value, dict) else list(value)
-    return len(value), *(part if type(part) in NUMBERS else id(part) for part in entries)
+    if view.format == "O":
+        return _sign_of(array_.tolist(), 1)
+    return view.tobytes() if view.nbytes <= _MOST_BYTES else _identity(array_)
 
 
 def warn_of_moved(things: Things, before: Look) -> None:
@@ -404,7 +449,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, list | tuple | deque | dict):
         entries = list(dict.values(value)) if isinstance(value, dict) else list(value)
-        yield from (part for part in entries[-_MOST_ENTRIES:] if isinstance(part, torch.Tensor))
+        yield from (part for part in entries[-_MOST_ENTRIES[0] :] if isinstance(part, torch.Tensor))
 
 
 # --- containers that grow in a rerun
