@@ -29,6 +29,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.state.bits import same_bits
 from lowtide.torch.state.capture import edge_of
+from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.notes import SMALL, needs_grad
 from lowtide.torch.state.samples import Sample, whole_sample_of
 from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Structure, replaced, tensors_in
@@ -61,7 +62,9 @@ class _Slot:
 class _Record:
     """The values of some slots before the first step, and copies of their tensors, which may be changed in place."""
 
-    __slots__ = ("_rows", "_structure", "_sums", "copies", "origins", "slots", "tensors", "values", "versions")
+    __slots__ = (
+        *("_rows", "_structure", "_sums", "copies", "generators", "origins", "slots", "tensors", "values", "versions"),
+    )
 
     def __init__(self, slots: list[_Slot]) -> None:
         self.slots = slots
@@ -69,7 +72,9 @@ class _Record:
         rows = [place for place, value in enumerate(self.values) if type(value) not in ATOMS and value is not MISSING]
         self._rows = {place: row for row, place in enumerate(rows)}  # what is more than a number is in a structure
         self.tensors: list[torch.Tensor] = []
-        self._structure = Structure([self.values[place] for place in rows], self.tensors)
+        found: list[Any] = []
+        self._structure = Structure([self.values[place] for place in rows], self.tensors, found)
+        self.generators = [thing for thing in found if isinstance(thing, GENERATORS)]
         self.versions = _versions(self.tensors)
         self.copies = [_copied(tensor) if _is_readable(tensor) else None for tensor in self.tensors]
         self._sums: list[Sample] = [0] * len(self.tensors)  # of those whose copies were let go
@@ -210,6 +215,7 @@ class Hidden:
         for thing in self.finds.objects:
             slots += self._slots_of_object(thing)
         self._record(slots)
+        self.generators += [generator for record in self._records for generator in record.generators]
 
     # --- finding
 
