@@ -638,6 +638,25 @@ def _method_number(body: Body) -> Program:
     return Program(owner.counted, lambda: owner.n)
 
 
+class SlottedOwner:
+    """The same with slots."""
+
+    __slots__ = ("body", "n")
+
+    def __init__(self, body: Body) -> None:
+        self.body = body
+        self.n = 0
+
+    def counted(self, *args: Any) -> Any:
+        self.n += 1
+        return self.body.call(self.n - 1, *args)
+
+
+def _method_slot(body: Body) -> Program:
+    owner = SlottedOwner(body)
+    return Program(owner.counted, lambda: owner.n)
+
+
 def _method_list(body: Body) -> Program:
     owner = Owner(body)
     return Program(owner.listed, lambda: list(owner.numbers), lambda: owner.numbers)
@@ -813,6 +832,7 @@ HOMES: dict[str, Home] = {
     "default argument": Home(_default_argument, repeated=False),
     "partial: keyword object": Home(_partial_keyword, repeated=False),
     "bound method: number of the object": Home(_method_number, repeated=True),
+    "bound method: number in a slot": Home(_method_slot, repeated=True),
     "bound method: list of the object": Home(_method_list, repeated=False),
     "environment variable": Home(_environment, repeated=False),
 }

@@ -12,7 +12,7 @@ import torch
 from lowtide.torch.state import generators
 from lowtide.torch.state.generators import Generators
 
-TORCH, PYTHON, NUMPY = generators._SHARED
+TORCH, PYTHON, NUMPY = generators._shared()
 
 
 @pytest.mark.parametrize("by_asking", [False, True])
@@ -74,7 +74,7 @@ def test_calls_between_which_nothing_is_drawn_share_the_states() -> None:
     assert first._marks is second._marks
     own = torch.Generator()
     second.follow(own)
-    assert len(second._marks) == len(first._marks) + 1
+    assert (len(first._followed), len(second._followed)) == (0, 1)
     torch.rand(1)
     third = Generators()
     assert third._marks is not first._marks
@@ -96,3 +96,36 @@ def test_they_start_there_again_and_end_where_they_were() -> None:
     assert after != first
     with found.again():
         assert [*draw(), *draw()] == [*first, *after]
+
+
+DRAWS: dict[str, Any] = {
+    "torch": lambda: torch.randn(1).item(),
+    "torch, whose normal number waits": lambda: torch.empty(1).normal_().item(),
+    "Python": random.random,
+    "Python, whose normal number waits": lambda: random.gauss(0, 1),
+    "numpy": np.random.rand,
+    "numpy, whose normal number waits": np.random.randn,
+}
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("between", [0, 1, 700])
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_rerun_draws_what_the_first_run_drew_and_leaves_no_trace(name: str, between: int, before: int) -> None:
+    draw = DRAWS[name]
+    for _ in range(before):
+        draw()
+    found = Generators()
+    then = [source.read() for source in generators._shared()]
+    first = [draw() for _ in range(between)]
+    now = [draw() for _ in range(2)]
+    for source, state in zip(generators._shared(), then, strict=True):
+        source.write(state)
+    assert [draw() for _ in range(between)] == first  # so the next two are those of before
+    for _ in range(2):
+        with found.again():
+            again = [draw() for _ in range(between + 2)]
+        assert again == [*first, *now]
+    with found.again():  # nothing is drawn in this one
+        pass
+    assert [draw() for _ in range(2)] == now

@@ -24,6 +24,7 @@ from copy import copy
 from functools import partial
 from inspect import CO_VARKEYWORDS, Parameter, signature
 from itertools import count
+from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -58,6 +59,7 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _set_grad = torch._C._set_grad_enabled
+_get_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 _traces = torch._C._is_tracing  # whether `torch.jit.trace` is at work, which records operations, not graphs
@@ -68,6 +70,7 @@ _SIMPLE = frozenset({type(None), bool, int, float, complex, str, torch.dtype, to
 _LATE = 1
 # Operations that save tensors of which they leave parts unfilled, such as the noise of rrelu in eval.
 _PARTLY_FILLED = frozenset(f"torch.{place}{name}" for place in ("", "nn.functional.") for name in ("ctc_loss", "rrelu"))
+_like: Callable[[Any], Likeness] = attrgetter("shape", "dtype", "device")
 _NO_CONTEXT = nullcontext()
 _NO_CONTEXTS: tuple[Any, ...] = ()
 _OTHER_VALUES = "its values are not those of the first run"
@@ -284,7 +287,7 @@ class _Noted:
             wait: Any = self._wait,
         ) -> int:
             if not tensor.requires_grad or waiting:
-                likes.append((tensor.shape, tensor.dtype, tensor.device))
+                likes.append(_like(tensor))
                 wait(tensor)
             # What `sample_of` does with the usual tensor, without the call: half of the time goes into such calls.
             elif (
@@ -297,7 +300,7 @@ class _Noted:
                 likes.append((tensor.shape, tensor.dtype, _CPU))
                 samples.append(checksum(read(tensor.data_ptr(), size)))
             else:
-                likes.append((tensor.shape, tensor.dtype, tensor.device))
+                likes.append(_like(tensor))
                 samples.append(sample(tensor))
             return len(samples) - 1
 
@@ -692,9 +695,8 @@ class _Rerun:
             else:
                 # Detached, or what the backward never asks for would keep the rerun's graph, which has this hook.
                 append(tensor.detach())
-                size = tensor.nbytes
-                usual = size <= small and type(tensor) in _USUAL and tensor.is_cpu
-                if usual and tensor.layout is _STRIDED and tensor.is_contiguous():
+                usual = type(tensor) in _USUAL and tensor.layout is _STRIDED and tensor.is_cpu
+                if usual and (size := tensor.nbytes) <= small and tensor.is_contiguous():
                     if checksum(read(tensor.data_ptr(), size)) != samples[number]:
                         compare(number, tensor)
                 elif sample is not None:
@@ -751,7 +753,7 @@ class _Rerun:
         number, wanted, likes = len(saved), self._wanted, self._noted.likes
         self._compare_late(number)
         # Shape, dtype and device of all in one go: a tensor of another shape has other samples too, as a rule.
-        if likes is not None and [(tensor.shape, tensor.dtype, tensor.device) for tensor in saved] != likes[:number]:
+        if likes is not None and list(map(_like, saved)) != likes[:number]:
             differs = self.unlike()
             if differs is not None:
                 raise differs
@@ -774,8 +776,4 @@ def _ignored(_: Any) -> None:
 
 def _fake_mode() -> object:
     """The active `FakeTensorMode`, in which tensors have no values; None if there is none."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-
-
-def _like(tensor: torch.Tensor) -> Likeness:
-    return tensor.shape, tensor.dtype, tensor.device
+    return _get_mode(_FAKE)

@@ -17,9 +17,9 @@ import torch
 from lowtide.errors import CheckpointError
 from lowtide.torch.state.capture import Graph, same_graph
 from lowtide.torch.state.samples import Sample, compare_later, sample_of, whole_sample_of
+from lowtide.torch.state.structure import NUMBERS
 
 _MASK = (1 << 64) - 1
-_NUMBERS = frozenset({bool, int, float, complex, str, bytes})
 _WAY_OUT = (
     "A step has to do the same each time it runs, and gradients are not to be trusted after this error. Make the "
     "counter, iterator or cache that it uses an attribute of a module, or part of the carry; draw random numbers from "
@@ -109,7 +109,7 @@ class Proof:
     def _sample_of(self, leaf: Any) -> Sample:
         if isinstance(leaf, torch.Tensor):
             return self._sample(leaf)
-        return hash(leaf) & _MASK if type(leaf) in _NUMBERS else 0
+        return hash(leaf) & _MASK if type(leaf) in NUMBERS else 0
 
     def _compare_on_device(self, now: list[Sample], then: list[Sample], step: int, how: str) -> None:
         error: Callable[[], CheckpointError] = lambda: self._differs(step, how)  # noqa: E731

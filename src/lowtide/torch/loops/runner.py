@@ -40,7 +40,7 @@ from lowtide.torch.state.capture import (
 )
 from lowtide.torch.state.generators import Mark, Randomness
 from lowtide.torch.state.hidden import Hidden, HiddenState
-from lowtide.torch.state.surroundings import Things, collected, moved, warn_of_moved
+from lowtide.torch.state.surroundings import Look, Things, collected, moved, warn_of_moved
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class StepRunner:
         self._parts = LoopParts(inputs, outputs, self.captured, self.profile, self.shared)
         self._learning = True
         self._things = Things(hidden.finds, hidden.modules)
-        self._look = self._things.look()
+        self._look: Look = {}  # before the first step
         self._graded: list[
             torch.Tensor
         ] = []  # leaves whose gradients the step itself adds to, by a backward of its own

@@ -32,7 +32,7 @@ def _settings() -> tuple[Any, ...]:
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
         torch._C._get_overrideable_sdp_enabled(),
-        tuple(torch._C._get_sdp_priority_order()),
+        torch._C._get_sdp_priority_order(),
         torch.is_autocast_cache_enabled(),
         ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
     )

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide.errors import CheckpointError
 from lowtide.torch.memory.tracker import tensors_of
 from lowtide.torch.state.generators import state_of
+from lowtide.torch.state.structure import NUMBERS
 
 # --- tensors, and where their gradients arrive
 
@@ -331,7 +332,6 @@ class _Substituting(TorchFunctionMode):
 
 # --- later steps: do they reach anything else
 
-_NUMBER_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _calls = count()
 
 
@@ -440,7 +440,7 @@ def _numbers_of(node: Any) -> tuple[Any, ...]:
     """Numbers that an operation was given, or a custom Function has put into its context."""
     attributes = getattr(node, "__dict__", None)
     if attributes is not None:
-        return tuple((name, repr(value)) for name, value in attributes.items() if type(value) in _NUMBER_TYPES)
+        return tuple((name, repr(value)) for name, value in attributes.items() if type(value) in NUMBERS)
     own = []
     for name in _saved_by(type(node)):
         raw = getattr(node, f"_raw{name}", None)
@@ -452,7 +452,7 @@ def _numbers_of(node: Any) -> tuple[Any, ...]:
             if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cpu and not value.requires_grad:
                 # A number that the operation was given, read as its bytes: others may watch what tensors are asked.
                 value = ctypes.string_at(value.data_ptr(), value.nbytes).hex()
-            if type(value) in _NUMBER_TYPES:
+            if type(value) in NUMBERS:
                 own.append((name.removeprefix("_saved_"), repr(value)))
     return tuple(own)
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from lowtide.errors import InputError
+from lowtide.torch.state.samples import read
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 
@@ -49,19 +50,19 @@ class _TorchSource:
 
     # A generator has a lock of its own, which a thread may hold while it waits for the interpreter's. Others have to
     # wait for a lock of Python's instead, because that lets the interpreter go.
-    _one_at_a_time: ClassVar[threading.Lock] = threading.Lock()
+    one_at_a_time: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
     def read(self, known: bytes | None = None) -> bytes:
-        with self._one_at_a_time:
+        with self.one_at_a_time:
             state: torch.Tensor = self._generator.get_state()
-        found = ctypes.string_at(state.data_ptr(), state.numel())
-        return known if known is not None and found == known else found
+        found: bytes = read(state.data_ptr(), state.numel())
+        return known if found == known else found
 
     def write(self, state: bytes) -> None:
-        with self._one_at_a_time:
+        with self.one_at_a_time:
             # Made of bytes, so that nobody who counts tensors takes it for one of the function\'s.
             self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
@@ -74,22 +75,22 @@ class _PythonSource:
     and if not, the object is asked.
     """
 
-    __slots__ = ("_generator", "_memory")
+    __slots__ = ("generator", "memory")
     _SIZE = 625 * 4  # the position and 624 words
 
     def __init__(self, generator: random.Random) -> None:
-        self._generator = generator
+        self.generator = generator
         size = _ENOUGH if _python_words_are_known() else 0
-        self._memory = (ctypes.c_char * size).from_address(id(generator) + object.__basicsize__)
+        self.memory = (ctypes.c_char * size).from_address(id(generator) + object.__basicsize__)
 
     def read(self, known: Any = None) -> Any:
-        words = self._memory.raw or self._generator.getstate()[1]
-        if known is not None and words == known[0] and self._generator.gauss_next == known[1][2]:  # type: ignore[attr-defined]
+        words = self.memory.raw or self.generator.getstate()[1]
+        if known is not None and words == known[0] and self.generator.gauss_next == known[1][2]:  # type: ignore[attr-defined]
             return known
-        return words, self._generator.getstate()
+        return words, self.generator.getstate()
 
     def write(self, state: Any) -> None:
-        self._generator.setstate(state[1])
+        self.generator.setstate(state[1])
 
 
 @functools.cache
@@ -142,47 +143,73 @@ class _NumpyGlobalSource:
     take that one moves no word.
     """
 
-    __slots__ = ("_bits", "_position", "_words")
+    __slots__ = ("bits", "is_quick", "position", "words")
     _POSITION = 624 * 4  # where it is, behind the words
 
     def __init__(self) -> None:
-        self._bits: Any = None  # whose words these are; users may set another
-        self._words = self._position = (ctypes.c_char * 0)()
+        self.bits: Any = None  # whose words these are; users may set another
+        self.is_quick = False  # whether there are words, and no number waited when the state was last asked for
+        self.words = self.position = (ctypes.c_char * 0)()
 
     def read(self, known: Any = None) -> Any:
         bits = _numpys_bits()
-        if bits is not self._bits:
-            self._bits = bits
+        if bits is not self.bits:
+            self.bits = bits
             if isinstance(bits, np.random.MT19937):
                 address = bits.ctypes.state_address
-                self._words = (ctypes.c_char * _ENOUGH).from_address(address)
-                self._position = (ctypes.c_char * 4).from_address(address + self._POSITION)
+                self.words = (ctypes.c_char * _ENOUGH).from_address(address)
+                self.position = (ctypes.c_char * 4).from_address(address + self._POSITION)
             else:
-                self._words = self._position = (ctypes.c_char * 0)()
-        words = self._words.raw + self._position.raw
+                self.words = self.position = (ctypes.c_char * 0)()
+        words = self.words.raw + self.position.raw
         if known is not None and words and words == known[0] and not known[1]["has_gauss"]:
             return known
         state: Any = np.random.get_state(legacy=False)  # noqa: NPY002  (it is this one that is followed)
+        self.is_quick = bool(words) and not state["has_gauss"]
         if known is not None and words == known[0] and _same(state, known[1]):
             return known
         return words, state
 
     def write(self, state: Any) -> None:
         np.random.set_state(state[1])  # noqa: NPY002
+        self.is_quick = bool(state[0]) and not state[1]["has_gauss"]
 
 
-_SHARED: tuple[_Source, ...] = (
-    _TorchSource(torch.default_generator),
-    _PythonSource(random.random.__self__),  # type: ignore[attr-defined]
-    _NumpyGlobalSource(),
-)
+_TORCH = _TorchSource(torch.default_generator)
+_PYTHON = _PythonSource(random.random.__self__)  # type: ignore[attr-defined]
+_NUMPY = _NumpyGlobalSource()
 
 
 def _shared() -> tuple[_Source, ...]:
     """The generators that everybody shares."""
     if not torch.cuda.is_initialized():
-        return _SHARED
-    return (*_SHARED, *map(_TorchSource, torch.cuda.default_generators))  # pragma: no cover  (needs a GPU)
+        return _TORCH, _PYTHON, _NUMPY
+    return _TORCH, _PYTHON, _NUMPY, *map(_TorchSource, torch.cuda.default_generators)  # pragma: no cover  (needs a GPU)
+
+
+Signs = tuple[bytes | float | None, ...]
+
+# Bound to names of their own, which are quickest to read: these are asked at every call of `checkpoint`.
+_read_torchs, _write_torchs = torch.default_generator.get_state, torch.default_generator.set_state
+_one_at_a_time = _TorchSource.one_at_a_time
+
+
+def _look() -> tuple[torch.Tensor, Signs | None]:
+    """The state of torch's generator, and signs that are equal only while none of the shared generators has moved.
+
+    No signs if each has to be asked for its state.
+    """
+    with _one_at_a_time:
+        state = _read_torchs()
+    if _numpys_bits() is not _NUMPY.bits or not _NUMPY.is_quick or not _PYTHON.memory or torch.cuda.is_initialized():
+        return state, None
+    address = state.data_ptr()  # at the ends are the seed, the position, and the normal number that waits
+    return state, (read(address, _ENOUGH), read(address + state.numel() - _ENOUGH, _ENOUGH), *_words())
+
+
+def _words() -> Signs:
+    """Signs of Python's generator and numpy's."""
+    return _PYTHON.memory.raw, _PYTHON.generator.gauss_next, _NUMPY.words.raw, _NUMPY.position.raw  # type: ignore[attr-defined]
 
 
 def _source_of(generator: Any) -> _Source:
@@ -199,47 +226,52 @@ def state_of(generator: Any) -> Any:
 # A generator, and a state of it.
 _Mark = tuple[_Source, Any]
 
-# The latest states of the shared ones; calls that find the same have this very list. Not an attribute of a class:
-# Python tells threads that read one of its new value only after it has let the old one go.
-_latest: list[_Mark] = []
+# The latest states of the shared ones, and their signs; calls that find the same have this very list. Not an attribute
+# of a class: Python tells threads that read one of its new value only after it has let the old one go.
+_latest: tuple[Signs | None, list[_Mark]] = (None, [])
 
 
 class Generators:
     """Generators that a function may draw from, and the states in which its first run finds them."""
 
-    __slots__ = ("_marks",)
+    __slots__ = ("_followed", "_marks", "_signs")
 
     def __init__(self) -> None:
         global _latest
-        latest, sources = _latest, _shared()
-        if len(latest) != len(sources):
-            latest = [(source, None) for source in sources]
-        for source, known in latest:
-            if source.read(known) is not known:
-                latest = _latest = [(source, source.read(known)) for source, known in latest]
-                break
-        self._marks = latest
+        latest, (_, signs) = _latest, _look()
+        if signs is None or latest[0] != signs:
+            known = dict(latest[1])
+            marks = [(source, source.read(known.get(source))) for source in _shared()]
+            has_moved = any(state is not known.get(source) for source, state in marks)
+            latest = _latest = (signs, marks if has_moved else latest[1])
+        self._signs, self._marks = latest
+        self._followed: list[_Mark] = []
 
     def follow(self, generator: Any) -> None:
         """Follow this generator too, which has not been drawn from yet."""
         source = _source_of(generator)
-        self._marks = [*self._marks, (source, source.read())]
+        self._followed.append((source, source.read()))
 
     def again(self) -> _StartingThere:
         """A context in which they start where the first run found them; afterwards they are where they were."""
-        return _StartingThere(self._marks)
+        return _StartingThere(self._signs, self._marks, self._followed)
 
 
 class _StartingThere:
     """See `Generators.again`; a class, because it is entered at every rerun and a generator function takes longer."""
 
-    __slots__ = ("_held", "_marks")
+    __slots__ = ("_held", "_marks", "_shared", "_signs", "_torchs")
 
-    def __init__(self, marks: list[_Mark]) -> None:
-        self._marks = marks
+    def __init__(self, signs: Signs | None, shared: list[_Mark], followed: list[_Mark]) -> None:
+        self._signs = signs  # None where the shared ones are not where they were
+        self._shared = shared
+        self._marks = followed
         self._held: list[Any] = []
 
     def __enter__(self) -> None:
+        self._torchs, signs = _look()
+        if self._signs is None or signs != self._signs:
+            self._marks, self._signs = [*self._shared, *self._marks], None
         for source, state in self._marks:
             present = source.read(state)
             self._held.append(present)
@@ -250,6 +282,12 @@ class _StartingThere:
         for (source, state), held in zip(self._marks, self._held, strict=True):
             if held is not state or source.read(state) is not state:
                 source.write(held)
+        if self._signs is not None:
+            with _one_at_a_time:
+                _write_torchs(self._torchs)
+            if _words() != self._signs[2:]:
+                for source, state in self._shared:
+                    source.write(state)
 
 
 # --- the steps of a loop, or runs for the sake of measuring: states along the way

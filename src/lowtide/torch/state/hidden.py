@@ -32,31 +32,19 @@ from lowtide.torch.state.capture import edge_of
 from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.notes import SMALL, needs_grad
 from lowtide.torch.state.samples import Sample, whole_sample_of
-from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Structure, replaced, tensors_in
+from lowtide.torch.state.structure import (
+    ATOMS,
+    MISSING,
+    MODULE_INTERNALS,
+    NUMBERS,
+    Entry,
+    Place,
+    Structure,
+    own_places,
+    replaced,
+    tensors_in,
+)
 from lowtide.torch.state.surroundings import Finds
-
-MISSING: Any = object()
-_NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Slot:
-    """One entry of a dictionary: a module's attributes, buffers or parameters, or an object's attributes."""
-
-    mapping: dict[str, Any]
-    key: str
-    label: str
-
-    def get(self) -> Any:
-        """The value, or MISSING."""
-        return self.mapping.get(self.key, MISSING)
-
-    def set(self, value: Any) -> None:
-        """Put a value there; MISSING removes what is there."""
-        if value is MISSING:
-            self.mapping.pop(self.key, None)
-        else:
-            self.mapping[self.key] = value
 
 
 class _Record:
@@ -66,7 +54,7 @@ class _Record:
         *("_rows", "_structure", "_sums", "copies", "generators", "origins", "slots", "tensors", "values", "versions"),
     )
 
-    def __init__(self, slots: list[_Slot]) -> None:
+    def __init__(self, slots: list[Place]) -> None:
         self.slots = slots
         self.values = [slot.get() for slot in slots]
         rows = [place for place, value in enumerate(self.values) if type(value) not in ATOMS and value is not MISSING]
@@ -121,7 +109,7 @@ class _Record:
             if (
                 not self._is_same_row(place, present, tensors[ends[row] : ends[row + 1]])
                 if (row := self._rows.get(place)) is not None
-                else value is not then and not (type(value) is type(then) and type(value) in _NUMBERS and value == then)
+                else value is not then and not (type(value) is type(then) and type(value) in NUMBERS and value == then)
             )
         ]
 
@@ -182,7 +170,7 @@ class HiddenState:
 
 @dataclass(slots=True, eq=False)
 class _Carried:
-    slot: _Slot
+    slot: Place
     in_place: bool  # whether steps change its tensors in place
     record: _Record  # of before the first step
     place: int  # in that record
@@ -209,11 +197,11 @@ class Hidden:
         self._training: list[tuple[nn.Module, bool]] = []  # the mode that each module ran in
         self._settled = False
         labels = self.finds.labels
-        slots: list[_Slot] = []
+        slots: list[Place] = []
         for module in self.finds.modules:
             slots += self._slots_of(module, labels.get(id(module), type(module).__name__))
         for thing in self.finds.objects:
-            slots += self._slots_of_object(thing)
+            slots += own_places(thing)
         self._record(slots)
         self.generators += [generator for record in self._records for generator in record.generators]
 
@@ -224,11 +212,11 @@ class Hidden:
         """Every module that takes part."""
         return list(self._modules.values())
 
-    def _record(self, slots: list[_Slot]) -> None:
+    def _record(self, slots: list[Place]) -> None:
         if slots:
             self._records.append(_Record(slots))
 
-    def _slots_of(self, root: nn.Module, label: str) -> Iterator[_Slot]:
+    def _slots_of(self, root: nn.Module, label: str) -> Iterator[Place]:
         """The slots of a module and of all modules inside it."""
         for path, module in root.named_modules(prefix=label):
             if id(module) in self._modules:
@@ -244,19 +232,13 @@ class Hidden:
                 frozen = [name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
                 yield from self._entries(module._parameters, path, frozen)
 
-    def _slots_of_object(self, thing: Any) -> list[_Slot]:
-        """Numbers and tensors of an object whose method is called; its containers are the user's."""
-        attributes = getattr(thing, "__dict__", {})
-        names = [name for name, v in attributes.items() if type(v) in _NUMBERS or isinstance(v, torch.Tensor)]
-        return list(self._entries(attributes, type(thing).__name__, names))
-
-    def _entries(self, mapping: dict[str, Any], path: str, names: list[str]) -> Iterator[_Slot]:
+    def _entries(self, mapping: dict[str, Any], path: str, names: list[str]) -> Iterator[Place]:
         for name in names:
             if name not in MODULE_INTERNALS and (id(mapping), name) not in self._known:
                 self._known.add((id(mapping), name))
                 # Views of what FSDP has gathered take the place of parameters, and are its to put there.
                 if not ("_is_fsdp_managed_module" in mapping and needs_grad(mapping[name])):
-                    yield _Slot(mapping, name, f"{path}.{name}")
+                    yield Entry(mapping, name, f"{path}.{name}")
 
     @contextmanager
     def meeting_modules(self) -> Iterator[None]:
@@ -277,7 +259,7 @@ class Hidden:
         """Record attributes that have come up since: before, they were missing."""
         for mapping, path in self._owners:
             if len(mapping) and any((id(mapping), name) not in self._known for name in mapping):
-                new = [s for s in self._entries(mapping, path, list(mapping)) if s.key not in MODULE_INTERNALS]
+                new = list(self._entries(mapping, path, list(mapping)))
                 values = [slot.get() for slot in new]
                 for slot in new:
                     slot.set(MISSING)
@@ -307,7 +289,7 @@ class Hidden:
         if in_place or wanted or is_replaced:
             self._carry(slot, record, place, in_place=in_place or wanted)
 
-    def _carry(self, slot: _Slot, record: _Record, place: int, *, in_place: bool) -> None:
+    def _carry(self, slot: Place, record: _Record, place: int, *, in_place: bool) -> None:
         numbers = record.numbers(place)
         if self._settled:
             if in_place and any(record.copies[number] is None for number in numbers):

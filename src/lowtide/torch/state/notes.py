@@ -15,9 +15,8 @@ from torch import nn
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.state.bits import same_bits
-from lowtide.torch.state.structure import Structure
+from lowtide.torch.state.structure import MISSING, Place, Structure
 
-MISSING: Any = object()
 # Tensors outside modules' buffers are copied only up to this size; a larger one may be a whole data set.
 SMALL = 64 * 1024
 # Dictionaries among a module's internals that decide what a call of it does.
@@ -66,7 +65,7 @@ class MappingNote(Note):
         self._before = entries_of(owner) if before is None else before
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
+        """Hold the entries that the first run has replaced."""
         now = entries_of(self._owner)
         if not same_entries(now, self._before):
             before = self._before.items()
@@ -75,7 +74,7 @@ class MappingNote(Note):
         return self
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
+        """Give the dictionary the entries that it had."""
         now = entries_of(self._owner)
         if same_entries(now, self._before):
             return self._before
@@ -90,7 +89,7 @@ class MappingNote(Note):
         return noted
 
     def undo(self, now: Any) -> None:
-        """See `Note`."""
+        """Give the dictionary the entries that it has now."""
         present = entries_of(self._owner)
         if not same_entries(present, now):
             _fill(self._owner, self._merged(now, present))
@@ -119,40 +118,6 @@ def _may_replace(noted: Any, present: Any) -> bool:
 _ORDINARY = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-class NumbersNote(Note):
-    """Numbers and tensors among the attributes of an object of the user's; its containers are not touched."""
-
-    __slots__ = ("_before", "_owner")
-
-    def __init__(self, owner: dict[str, Any], names: list[str]) -> None:
-        self._owner = owner
-        self._before = {name: owner[name] for name in names}
-
-    def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
-        for name, value in self._before.items():
-            if self._owner.get(name, MISSING) is not value:
-                self._before[name] = _hold(value, held)
-        return self
-
-    def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
-        owner = self._owner
-        now = {name: owner.get(name, MISSING) for name in self._before}
-        for name, value in self._before.items():
-            if now[name] is not value:
-                owner[name] = _resolved(value, held)
-        return now
-
-    def undo(self, now: Any) -> None:
-        """See `Note`."""
-        for name, value in now.items():  # also what was as before: the rerun may have ended halfway
-            if value is MISSING:
-                self._owner.pop(name, None)
-            elif self._owner.get(name, MISSING) is not value:
-                self._owner[name] = value
-
-
 class ModuleNote(MappingNote):
     """A module's attributes, and the dictionaries among them, most of which are empty and stay so."""
 
@@ -168,13 +133,13 @@ class ModuleNote(MappingNote):
         }
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
+        """Hold what was replaced, in the dictionaries inside too."""
         for note in self._inside.values():
             note.settled(held)
         return super().settled(held)
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
+        """Put back the dictionaries inside, then the attributes."""
         inside = [(note, note.put_back(held)) for note in self._inside.values()]
         for name in INSIDE:
             filled = self._before[name]
@@ -190,7 +155,7 @@ class ModuleNote(MappingNote):
         return self._before, inside
 
     def undo(self, now: Any) -> None:
-        """See `Note`."""
+        """Undo the attributes, then the dictionaries inside."""
         super().undo(now[0])
         for note, inside in now[1]:
             note.undo(inside)
@@ -217,80 +182,35 @@ def needs_grad(value: Any) -> bool:  # pragma: no cover  (FSDP: run by tests in 
 
 
 class StructureNote(Note):
-    """Attributes of modules that are more than numbers: containers, plain objects, arrays, iterators.
+    """What is at some places: containers, plain objects, arrays and iterators of modules, numbers of objects.
 
-    A rerun finds copies in their places, and changes those.
+    A rerun finds copies there, and changes those.
     """
 
     __slots__ = ("_places", "_structure", "_tensors", "tensors")
 
-    def __init__(self, places: list[tuple[dict[str, Any], str]], found: list[Any]) -> None:
+    def __init__(self, places: list[Place], found: list[Any]) -> None:
         self._places = places
         self.tensors: list[torch.Tensor] = []
-        self._structure = Structure([owner[name] for owner, name in places], self.tensors, found)
+        self._structure = Structure([place.get() for place in places], self.tensors, found)
         self._structure.forget_originals()
         self._tensors: list[Any] = []
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
+        """Hold the tensors, so that nobody writes to them."""
         self._tensors, self.tensors = [_hold(tensor, held) for tensor in self.tensors], []
         return self
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
-        now = [owner.get(name, MISSING) for owner, name in self._places]
-        self._set(self._structure.values([_resolved(tensor, held) for tensor in self._tensors]))
+        """Put copies of what was there into the places."""
+        now = [place.get() for place in self._places]
+        self.undo(self._structure.values([_resolved(tensor, held) for tensor in self._tensors]))
         return now
 
     def undo(self, now: Any) -> None:
-        """See `Note`."""
-        self._set(now)
-
-    def _set(self, values: list[Any]) -> None:
-        for (owner, name), value in zip(self._places, values, strict=True):
-            if value is MISSING:
-                owner.pop(name, None)
-            else:
-                owner[name] = value
-
-
-class SlotNote(Note):
-    """An attribute for which a class has a slot."""
-
-    __slots__ = ("_before", "_descriptor", "_owner")
-
-    def __init__(self, owner: Any, descriptor: Any) -> None:
-        self._owner = owner
-        self._descriptor = descriptor
-        self._before = self._get()
-
-    def _get(self) -> Any:
-        try:
-            return self._descriptor.__get__(self._owner)
-        except AttributeError:  # not set
-            return MISSING
-
-    def _set(self, value: Any) -> None:
-        if value is not MISSING:
-            self._descriptor.__set__(self._owner, value)
-        elif self._get() is not MISSING:
-            self._descriptor.__delete__(self._owner)
-
-    def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
-        if self._get() is not self._before:
-            self._before = _hold(self._before, held)
-        return self
-
-    def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
-        now = self._get()
-        self._set(_resolved(self._before, held))
-        return now
-
-    def undo(self, now: Any) -> None:
-        """See `Note`."""
-        self._set(now)
+        """Put into the places what `put_back` found there."""
+        for place, value in zip(self._places, now, strict=True):
+            place.set(value)
 
 
 class VersionsNote(Note):
@@ -313,13 +233,13 @@ class VersionsNote(Note):
         return None
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
+        """Have them need a gradient where they did."""
         now = [tensor.requires_grad for tensor in self._tensors]
         self._set(now, self._flags)
         return now
 
     def undo(self, now: Any) -> None:
-        """See `Note`."""
+        """Have them need a gradient where they do now."""
         self._set(self._flags, now)
 
     def _set(self, old: list[bool], new: list[bool]) -> None:
@@ -356,7 +276,7 @@ class ContentsNote(Note):
         self._copy = _copy_of(tensor)
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """See `Note`."""
+        """Keep the copy if it is needed, else only the version."""
         if self._tensor.requires_grad:  # it has become a part of the graph
             return VersionsNote([self._tensor], [self._version])
         if self._copy.nbytes <= SMALL or is_changed(self._tensor, self._version, self._copy):
@@ -366,7 +286,7 @@ class ContentsNote(Note):
         return VersionsNote([self._tensor], [self._version])
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
+        """Write the values that the tensor had."""
         if same_bits(self._tensor, self._copy):
             return None
         if self._tensor.shape != self._copy.shape:
@@ -379,11 +299,11 @@ class ContentsNote(Note):
         return now
 
     def rewritten(self) -> torch.Tensor | None:
-        """See `Note`."""
+        """The tensor, if its version tells that it was written to."""
         return self._tensor if self._tensor._version != self._version else None
 
     def undo(self, now: Any) -> None:
-        """See `Note`."""
+        """Write the values that the tensor has now."""
         values = self._copy if now is None else now
         if not same_bits(self._tensor, values):
             self._tensor.data.copy_(values)
@@ -463,7 +383,7 @@ class KeptTensors:
         self._flags = flags = [tensor.requires_grad for tensor in tensors]
         # Copies of those that the function changes in place; until it has run, of those that it may change.
         self._changed: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        if not all(flags):
+        if False in flags:
             self._changed = {k: (t, t._version, t.clone()) for k, t in enumerate(tensors) if may_be_copied(t)}
         self._node: Any = None
         self._tensors: list[torch.Tensor] = []
@@ -494,7 +414,7 @@ class KeptTensors:
                         f"function or since it ran (version {version} then, {tensor._version} now), so the rerun would "
                         "not repeat it; change it after the backward, or make a new tensor"
                     )
-                twins.append(_twin(tensor, needs_grad))
+                twins.append(tensor if needs_grad and tensor.requires_grad else _twin(tensor, needs_grad))
         for number, (_, _, values) in self._changed.items():
             if self._firsts[number] == number:
                 twins[number] = values.clone()

@@ -34,11 +34,8 @@ from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.notes import (
     SMALL,
     ContentsNote,
-    MappingNote,
     ModuleNote,
     Note,
-    NumbersNote,
-    SlotNote,
     StructureNote,
     VersionsNote,
     may_be_copied,
@@ -46,15 +43,15 @@ from lowtide.torch.state.notes import (
     same_entries,
 )
 from lowtide.torch.state.plain_modules import plain_modules
-from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, is_foreign, is_plain_object, slots_of
-from lowtide.torch.state.surroundings import named_by
+from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Entry, Place, is_foreign, is_plain_object, own_places
+from lowtide.torch.state.surroundings import bound_in, named_by, names_in
 
 _ANY = float("inf")
 _MOST_DEPTH = 8  # of containers and objects in each other
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OBJECTS = (*_HOOKS, "_modules", "_backward_hooks", "_backward_pre_hooks")
-_NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_PASSED_OVER = ATOMS - {types.FunctionType, types.MethodType}  # among what a function names
 _NOTHING: set[int] = set()
 
 
@@ -95,7 +92,7 @@ class Owners:
         self._seen: set[int] = set()
         self._called: set[int] = set()  # modules whose parameters are watched
         self._notes: list[Note] = []
-        self._odd: list[tuple[dict[str, Any], str]] = []  # attributes of modules found, to be noted together
+        self._odd: list[Place] = []  # of attributes that are more than numbers, to be noted together
         self._roots: list[nn.Module] = []  # for messages
 
     # --- finding
@@ -134,16 +131,19 @@ class Owners:
 
     def _find_in_function(self, function: Any, depth: int) -> None:
         """What a function is bound to, closes over, has for defaults, or names among its globals."""
-        if isinstance(function, functools.partial):
+        if type(function) is types.FunctionType:
+            if is_foreign(function.__module__):
+                return
+            named = map(function.__globals__.get, names_in(function.__code__))
+            held = [thing for thing in named if type(thing) not in _PASSED_OVER]
+            if function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+                held += [thing for _, thing in bound_in(function) if type(thing) not in _PASSED_OVER]
+        elif isinstance(function, functools.partial):
             held = [function.func, *function.args, *function.keywords.values()]
-        elif isinstance(function, types.MethodType):
+        else:
             held = [function.__func__]
             # A module's own `forward` is a call of the module, without its hooks.
             self._find_owner(function.__self__, is_called=function.__name__ == "forward" and depth == 0)
-        elif is_foreign(function.__module__):
-            return
-        else:
-            held = [thing for _, thing in named_by(function) if type(thing) not in _NUMBERS]
         for thing in held:
             if isinstance(thing, _FOLLOWED):
                 self.find(thing, depth + 1)
@@ -164,15 +164,9 @@ class Owners:
         if id(thing) in self._seen:
             return
         self._seen.add(id(thing))
-        attributes = getattr(thing, "__dict__", {})
-        for descriptor in slots_of(thing):
-            self._notes.append(SlotNote(thing, descriptor))
-        plain = [name for name, value in attributes.items() if type(value) in _NUMBERS or _is_tensor(value)]
-        self._notes.append(NumbersNote(attributes, plain))
-        for value in list(attributes.values()):
-            if _is_tensor(value):
-                self._note_tensor(value, SMALL)
-            elif isinstance(value, _HELD):
+        self._odd += own_places(thing)
+        for value in list(getattr(thing, "__dict__", {}).values()):
+            if isinstance(value, _HELD):
                 self.find(value)
 
     # --- noting
@@ -261,8 +255,7 @@ class Owners:
                 self._note_tensor(buffer, SMALL if name in known.steady else _ANY, (known.steady, name))
         if "parametrizations" in module._modules and id(parametrize) not in self._seen:
             self._seen.add(id(parametrize))  # inside `parametrize.cached` it has weights that were made before
-            self._notes.append(NumbersNote(vars(parametrize), ["_cache_enabled", "_cache"]))
-            self._notes.append(MappingNote(parametrize._cache))
+            self._odd += [Entry(vars(parametrize), name) for name in ("_cache_enabled", "_cache")]
 
     def _note_attribute(self, attributes: dict[str, Any], key: str, known: _Known) -> None:
         """Note an attribute of a module that is not a plain number."""
@@ -276,11 +269,11 @@ class Owners:
         elif isinstance(value, GENERATORS):
             self.find(value)
         else:
-            self._odd.append((attributes, key))
+            self._odd.append(Entry(attributes, key))
 
     def _note_odd(self) -> None:
-        """Note attributes that are more than numbers, of all modules found since, together: they may share objects."""
-        if self._odd:
+        """Note what all modules and objects found since have at these places, together: they may share objects."""
+        while self._odd:
             found: list[Any] = []
             note = StructureNote(self._odd, found)
             self._notes.append(note)
@@ -292,7 +285,6 @@ class Owners:
             for thing in found:
                 if isinstance(thing, _HELD):
                     self.find(thing, 1)
-            self._note_odd()
 
     def _note_tensor(self, tensor: torch.Tensor, most: float, steady: tuple[set[str], str] | None = None) -> None:
         if may_be_copied(tensor, most):
@@ -454,5 +446,5 @@ def begin_meeting(owners: Owners) -> None:
 
 
 def end_meeting() -> None:
-    """See `begin_meeting`."""
+    """From now on, modules that this thread calls are not noted any more."""
     _hook(-_meeting.owners.pop()._hooked)

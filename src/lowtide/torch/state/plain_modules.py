@@ -53,11 +53,11 @@ class PlainModules(Note):
         )
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """See `Note`."""
+        """Put back what has changed; in most calls nothing has."""
         return None if self.is_now() else [note.put_back(held) for note in self._notes]
 
     def undo(self, now: Any) -> None:
-        """See `Note`."""
+        """Undo that, and what the rerun itself has changed."""
         if now is None:
             if self.is_now():
                 return

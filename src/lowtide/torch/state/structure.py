@@ -4,7 +4,7 @@ Containers, arrays, iterators and plain objects are copied, what occurs twice st
 such a structure the value can be made anew, any number of times, so that a rerun finds it as it was while the user's
 own objects are not touched; or the very objects that it was taken from can be given the contents that they had.
 Modules, functions, generators and objects of torch's, numpy's and Python's own classes are what they are, and are not
-copied.
+copied. Places are where such values are kept: entries of dictionaries, and slots of classes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -35,6 +36,7 @@ ATOMS = frozenset(
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
     | {weakref.ProxyType, weakref.CallableProxyType, weakref.ReferenceType}
 )
+NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 # Attributes that every module has, and which are torch's.
 MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 MOST_ENTRIES = 10_000  # of a container; a longer one is data
@@ -363,3 +365,66 @@ def _parts_of(value: Any) -> Iterator[tuple[Callable[[Any], None] | None, Any]]:
     for descriptor in slots_of(value):
         with suppress(AttributeError):  # not set
             yield functools.partial(descriptor.__set__, value), descriptor.__get__(value)
+
+
+# --- places where values are: entries of dictionaries, such as a module's attributes, and slots of classes
+
+MISSING: Any = object()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One entry of a dictionary."""
+
+    mapping: dict[Any, Any]
+    key: Any
+    label: str = ""
+
+    def get(self) -> Any:
+        """The value, or MISSING."""
+        return self.mapping.get(self.key, MISSING)
+
+    def set(self, value: Any) -> None:
+        """Put a value there; MISSING removes what is there."""
+        if value is MISSING:
+            self.mapping.pop(self.key, None)
+        else:
+            self.mapping[self.key] = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotEntry:
+    """One attribute of an object for which its class has a slot."""
+
+    owner: Any
+    descriptor: Any
+    label: str = ""
+
+    def get(self) -> Any:
+        """The value, or MISSING."""
+        try:
+            return self.descriptor.__get__(self.owner)
+        except AttributeError:
+            return MISSING
+
+    def set(self, value: Any) -> None:
+        """Put a value there; MISSING removes what is there."""
+        if value is not MISSING:
+            self.descriptor.__set__(self.owner, value)
+        elif self.get() is not MISSING:
+            self.descriptor.__delete__(self.owner)
+
+
+Place = Entry | SlotEntry
+
+
+def own_places(thing: Any) -> list[Place]:
+    """Where an object of the user's has its numbers and tensors. Its containers are the user's, and not among them."""
+    kind, attributes = type(thing).__name__, getattr(thing, "__dict__", {})
+    places: list[Place] = [Entry(attributes, name, f"{kind}.{name}") for name in attributes]
+    places += [SlotEntry(thing, slot, f"{kind}.{slot.__name__}") for slot in slots_of(thing)]
+    return [place for place in places if _is_own(place.get())]
+
+
+def _is_own(value: Any) -> bool:
+    return value is MISSING or type(value) in NUMBERS or isinstance(value, torch.Tensor)

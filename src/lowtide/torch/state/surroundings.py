@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from lowtide.torch.state.generators import KINDS as GENERATORS
-from lowtide.torch.state.structure import MODULE_INTERNALS, is_foreign, is_iterator, is_plain_object, slots_of
+from lowtide.torch.state.structure import MODULE_INTERNALS, NUMBERS, is_foreign, is_iterator, is_plain_object, slots_of
 
 _MOST_DEPTH = 8  # of functions that name functions
 _MOST_FOUND = 100  # of a container that are looked at
@@ -161,6 +161,14 @@ def _first_of(container: Any) -> list[Any]:
 
 def named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Names and values of what a function closes over, has for defaults, and names among its globals."""
+    yield from bound_in(function)
+    for name in names_in(function.__code__):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def bound_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Names and values of what a function closes over and has for defaults."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -168,9 +176,6 @@ def named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield f"a default argument of {function.__name__}", default
-    for name in names_in(function.__code__):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -185,14 +190,13 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 
 # --- things that move
 
-_PLAIN_NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _COUNTERS = frozenset({bool, int, float})
 _MOST_ENTRIES = 1000  # of a container whose numbers are looked at; of a longer one, its length
 _MOST_BYTES = 1024  # of an array
 # Whoever names one of these may read what somebody writes meanwhile.
 _OUTSIDE = frozenset({"open", "environ", "getenv", "read_text", "readline"})
 _REPEATED = (
-    *_PLAIN_NUMBERS,
+    *NUMBERS,
     nn.Module,
     torch.Tensor,
     list,
@@ -232,7 +236,7 @@ class Things:
         for kind in self._kinds:
             yield from _entries(kind.__name__, vars(kind))
         for thing in self._finds.objects:  # numbers and tensors of it are repeated, its containers are not
-            repeated = (*_PLAIN_NUMBERS, torch.Tensor)
+            repeated = (*NUMBERS, torch.Tensor)
             own = {key: part for key, part in _own_attributes(thing).items() if not isinstance(part, repeated)}
             yield from _entries("self", own)
 
@@ -345,7 +349,7 @@ def _numpy_position() -> Any:
 def _sign_of(value: Any) -> Any:
     """Something that is another when the value has moved; None for what is not small or not looked at."""
     kind = type(value)
-    if kind in _PLAIN_NUMBERS:
+    if kind in NUMBERS:
         return value if value is not None and value == value else repr(value)
     if isinstance(value, np.generic):
         return value.tobytes()
@@ -373,7 +377,7 @@ def _sign_of_container(value: Any) -> Any:
     if len(value) > _MOST_ENTRIES:
         return (len(value), *(repr(value[k]) for k in (0, -1))) if isinstance(value, list | deque) else len(value)
     entries = list(dict.values(value)) if isinstance(value, dict) else list(value)
-    return len(value), *(part if type(part) in _PLAIN_NUMBERS else id(part) for part in entries)
+    return len(value), *(part if type(part) in NUMBERS else id(part) for part in entries)
 
 
 def warn_of_moved(things: Things, before: Look) -> None:

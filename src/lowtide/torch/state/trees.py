@@ -81,15 +81,15 @@ class Opaque(TreeForm):
         self.size = 1
 
     def flatten(self, value: Any) -> list[Any]:
-        """See `Form`."""
+        """Take the value itself."""
         return [value]
 
     def build(self, leaves: Iterator[Any]) -> Any:
-        """See `Form`."""
+        """Hand out the next leaf."""
         return next(leaves)
 
     def names(self, prefix: str) -> list[str]:
-        """See `Form`."""
+        """Name the value itself."""
         return [prefix]
 
 
