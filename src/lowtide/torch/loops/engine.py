@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
-from lowtide.errors import LowtideError
 from lowtide.torch.loops.pullback import Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
@@ -116,12 +115,10 @@ class Engine:
                 self._pull(start)
 
     def _run(self, run: Callable[[int, int], None], start: int, stop: int) -> None:
-        """Run steps; what they raise when they run again, and did not at first, is said to be that."""
+        """Run steps. That an iterator or a list has come to its end by the time of a rerun is said to be that."""
         try:
             run(start, stop)
-        except (LowtideError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
+        except (StopIteration, LookupError) as error:
             if self._pullback is None:
                 raise
             raise self.runner.proof.raises(start, stop, error) from error

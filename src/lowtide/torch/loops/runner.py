@@ -596,6 +596,7 @@ class StepRunner:
                 if parameter.requires_grad:
                     captured.add(parameter, hidden.parameters[id(parameter)])
         captured.learn(piece.roots(), given, watch, hidden.finds.labels)
+        hidden.captured = edge_set(captured.tensors)
         captured.settle()
         named = (tensor for _, tensor in self._things.tensors() if tensor.requires_grad)
         if any(edge_of(tensor) not in captured.edges for tensor in named):

@@ -196,6 +196,7 @@ class Hidden:
         self._known: set[tuple[int, str]] = set()
         self._training: list[tuple[nn.Module, bool]] = []  # the mode that each module ran in
         self._settled = False
+        self.captured: set[GradientEdge] = set()  # where gradients of captured tensors arrive
         labels = self.finds.labels
         slots: list[Place] = []
         for module in self.finds.modules:
@@ -291,17 +292,17 @@ class Hidden:
 
     def _carry(self, slot: Place, record: _Record, place: int, *, in_place: bool) -> None:
         numbers = record.numbers(place)
-        if self._settled:
-            if in_place and any(record.copies[number] is None for number in numbers):
-                raise CheckpointError(
-                    f"{slot.label} is changed in place at a later step but not at the first ones, and it is too large "
-                    f"to be copied just in case; name it: hidden=({slot.label!r},)"
-                )
-            if any(record.origins[number] is not None for number in numbers):
-                raise CheckpointError(
-                    f"{slot.label}, which has a gradient from before the loop, is replaced at a later step but not at "
-                    f"the first ones; name it: hidden=({slot.label!r},)"
-                )
+        if self._settled and in_place and any(record.copies[number] is None for number in numbers):
+            raise CheckpointError(
+                f"{slot.label} is changed in place at a later step but not at the first ones, and it is too large "
+                f"to be copied just in case; name it: hidden=({slot.label!r},)"
+            )
+        origins = [record.origins[number] for number in numbers]
+        if any(origin is not None and (self._settled or origin[0] in self.captured) for origin in origins):
+            raise CheckpointError(
+                f"{slot.label}, which has a gradient from before the loop, is replaced at a later step but not at "
+                f"the first; name it: hidden=({slot.label!r},)"
+            )
         self._carried.append(_Carried(slot, in_place, record, place, []))
 
     def complete(self, state: HiddenState) -> HiddenState:
