@@ -125,7 +125,9 @@ def checkpoint(
     if determinism_check not in _CHECKS:
         raise InputError(f"determinism_check={determinism_check!r} is not known; give one of {', '.join(_CHECKS)}")
     check_function(function, "function")
-    noted = _Noted(determinism_check == "none", _compared(check_rerun, preserve_rng_state), debug)
+    if check_rerun is None and not preserve_rng_state:
+        check_rerun = False  # other random numbers are other values
+    noted = _Noted(determinism_check == "none", check_rerun, debug)
     stack = _thread.calls
     first, again = (_NO_CONTEXT, None) if context_fn is None else context_fn()
     result: Any = None  # a context that suppresses an exception leaves it so
@@ -143,11 +145,6 @@ def checkpoint(
         _refuse_depth(len(stack), error)
     call.finish()
     return result  # type: ignore[no-any-return]
-
-
-def _compared(check_rerun: bool | None, preserve_rng_state: bool) -> bool | None:
-    """What is compared unless somebody says: other random numbers are other values."""
-    return False if check_rerun is None and not preserve_rng_state else check_rerun
 
 
 def _refuse_depth(depth: int, error: RecursionError) -> NoReturn:
@@ -242,7 +239,6 @@ def _stop() -> NoReturn:
 # a reference instead of a tuple for each saved tensor.
 _rows: dict[int, list[Likeness]] = {}
 _MOST_ROWS = 1_000  # above that they are forgotten
-_INTS = {int}
 _NO_NUMBERS: frozenset[int] = frozenset()  # an empty set of its own takes 216 bytes
 
 
@@ -351,7 +347,10 @@ class _Noted:
         self._look_again(self.count)
         if self.samples is not None:
             taken = self.samples
-            self.samples = array("Q", taken) if set(map(type, taken)) <= _INTS else taken.copy()
+            try:
+                self.samples = array("Q", taken)
+            except TypeError:  # some are on a device
+                self.samples = taken.copy()
             taken.clear()
         if self.likes is not None:
             row, usual = self.likes, _rows.get(self.count)
@@ -452,7 +451,7 @@ class _Call:
     def begin(self, stack: list[tuple[_Call, bool]], noted: _Noted, preserve_rng_state: bool) -> None:
         """Begin the first run: until `end`, the hooks of this call are on and its owners are noted."""
         self._noted = noted
-        if preserve_rng_state and _fake_mode() is None:
+        if preserve_rng_state and _get_mode(_FAKE) is None:  # fake tensors have no values
             self._generators = Generators()
         self._owners = owners = Owners(_ignored if self._generators is None else self._generators.follow)
         owners.find_call(self._function, self._arguments if self._structure is not None else [])
@@ -772,8 +771,3 @@ class _Rerun:
 
 def _ignored(_: Any) -> None:
     """Ignore a random generator: with `preserve_rng_state=False`, reruns need not draw the same numbers."""
-
-
-def _fake_mode() -> object:
-    """The active `FakeTensorMode`, in which tensors have no values; None if there is none."""
-    return _get_mode(_FAKE)

@@ -279,9 +279,10 @@ class _StartingThere:
                 source.write(state)
 
     def __exit__(self, *_: object) -> None:
-        for (source, state), held in zip(self._marks, self._held, strict=True):
-            if held is not state or source.read(state) is not state:
-                source.write(held)
+        if self._marks:
+            for (source, state), held in zip(self._marks, self._held, strict=True):
+                if held is not state or source.read(state) is not state:
+                    source.write(held)
         if self._signs is not None:
             with _one_at_a_time:
                 _write_torchs(self._torchs)
