@@ -197,3 +197,35 @@ def test_what_is_left_of_a_failed_backward_goes_without_the_garbage_collector() 
             assert memory.now == 0
     finally:
         gc.enable()
+
+
+def test_results_that_live_on_keep_nothing_of_their_loop() -> None:
+    rollout = Rollout({"checkpoints": 2})
+    inputs = rollout.xs.detach()
+    losses, kept = [], []
+    for _ in range(3):
+        with measure.peak() as memory:
+            rollout.xs = inputs.clone()
+            _, (ys, zs) = rollout.run()
+            losses.append(ys.square().mean() + zs.mean())
+            losses[-1].backward()
+            del _, ys, zs
+            rollout.xs = inputs
+            rollout.forget()
+            kept.append(memory.now)
+    assert kept == [losses[0].nbytes] * 3
+
+
+def test_somebody_elses_hooks_may_take_what_a_loop_saves() -> None:
+    rollout = Rollout({"checkpoints": 2})
+    _, (ys, _) = rollout.run()
+    ys.sum().backward()
+    expected, rollout.weight.grad = rollout.weight.grad, None
+    with torch.autograd.graph.save_on_cpu():
+        _, (ys, _) = rollout.run()
+    for _ in range(2):
+        rollout.weight.grad = None
+        ys.sum().backward(retain_graph=True)
+        assert rollout.weight.grad is not None
+        assert expected is not None
+        assert torch.equal(rollout.weight.grad, expected)

@@ -10,6 +10,7 @@ The engine decides what an action does to snapshots and tapes; the runner, what 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -74,7 +75,7 @@ class Engine:
             growth.tell()
         runner.end_progress()
         # The first tape may have been made when part of the state was not known yet, which then has no gradient there.
-        starts = [g for g, flag in zip(pullback.state, runner.first_flags, strict=False) if flag]
+        starts = [g for g, flag in zip(pullback.state, runner.given_flags, strict=False) if flag]
         return [*starts, *pullback.xs(), *pullback.captured]
 
     def end_at(self, length: int, actions: Callable[[], Iterator[Action]]) -> None:
@@ -101,7 +102,7 @@ class Engine:
     def _play(self, action: Action) -> None:
         match action:
             case Advance(start, stop):
-                self._advance(start, stop)
+                self._run(self._advance, start, stop)
             case Save(step):
                 self._snapshots[step] = self._snapshot()
             case Restore(step):
@@ -109,9 +110,18 @@ class Engine:
             case Drop(step):
                 del self._snapshots[step]
             case Tape(start, stop):
-                self._tape(start, stop)
+                self._run(self._tape, start, stop)
             case Backward(start, _):
                 self._pull(start)
+
+    def _run(self, run: Callable[[int, int], None], start: int, stop: int) -> None:
+        """Run steps. That an iterator or a list has come to its end by the time of a rerun is said to be that."""
+        try:
+            run(start, stop)
+        except (StopIteration, LookupError) as error:
+            if self._pullback is None:
+                raise
+            raise self.runner.proof.raises(start, stop, error) from error
 
     def _advance(self, start: int, stop: int) -> None:
         recording.count(plain=stop - start)
@@ -197,13 +207,39 @@ def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
     runner = engine.runner
     tensors = [*runner.start_tensors(), *runner.inputs.differentiable, *runner.captured.tensors]
     box: list[Any] = []
-    since = now()
-    results = iter(_Loop.apply(engine, box, *tensors))  # type: ignore[no-untyped-call]  # torch's own
+    since, kept, token = now(), _Lasting(engine), torch.empty(0, device="cpu")
+    results = iter(_Loop.apply(kept, box, token, *tensors))  # type: ignore[no-untyped-call]  # torch's own
+    saved = weakref.ref(token)
+    del token
+    kept.as_long_as(saved())
     merged = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in box]
     runner.refuse_changed()
     runner.refuse_collected(since)
     count = len(runner.profile.outputs)
     return runner.finish(merged[count:]), merged[:count]
+
+
+class _Lasting:
+    """The engine of a loop, until a backward frees what the loop has saved: results may live on, as losses in a list.
+
+    A token among the saved tensors tells. Where somebody's hooks take saved tensors away it is gone at once, and tells
+    nothing.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine: Engine | None = engine
+        self._token: weakref.ref[torch.Tensor] | None = None
+
+    def as_long_as(self, token: torch.Tensor | None) -> None:
+        """Let the engine go as soon as the token is gone, if there still is one."""
+        me = weakref.ref(self)
+
+        def let_go(_: Any) -> None:
+            if (kept := me()) is not None:
+                kept.engine = None
+
+        if token is not None:
+            self._token = weakref.ref(token, let_go)
 
 
 class _Loop(torch.autograd.Function):
@@ -214,14 +250,18 @@ class _Loop(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, engine: Engine, box: list[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, kept: _Lasting, box: list[Any], token: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        engine = kept.engine
+        assert engine is not None
         finals = engine.sweep()
         results = [*engine.runner.outputs.results(), *finals]
         flags = engine.result_flags()
-        ctx.engine = engine
+        ctx.kept = kept
         ctx.tensor_places = [k for k, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
         ctx.total = len(results)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(token, *tensors)
         ctx.set_materialize_grads(False)
         plain = [leaf for leaf, flag in zip(results, flags, strict=True) if isinstance(leaf, torch.Tensor) and not flag]
         ctx.mark_non_differentiable(*plain)
@@ -231,20 +271,23 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors  # raises if one was freed or changed in place
+        if all(grad is None for grad in grads):  # in the plain loop nothing would lead here
+            return (None,) * len(ctx.needs_input_grad)
+        _, *tensors = ctx.saved_tensors  # raises if one was freed or changed in place
+        engine: Engine = ctx.kept.engine
         placed: list[torch.Tensor | None] = [None] * ctx.total
         for place, grad in zip(ctx.tensor_places, grads, strict=True):
             placed[place] = grad
         recording.leave_out(grads)
         if torch.is_grad_enabled():  # create_graph=True: no plan is played, and memory is that of a plain loop
-            return (None, None, *_differentiable(ctx.engine.runner, tensors, placed))
-        found = ctx.engine.backward(placed)
+            return (None, None, None, *_differentiable(engine.runner, tensors, placed))
+        found = engine.backward(placed)
         recording.leave_out(found)
-        return (None, None, *found)
+        return (None, None, None, *found)
 
 
 def _differentiable(
-    runner: StepRunner, tensors: tuple[torch.Tensor, ...], grads: list[torch.Tensor | None]
+    runner: StepRunner, tensors: list[torch.Tensor], grads: list[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of the plain loop, run again from `tensors`, with a graph through which they are differentiable."""
     with runner.repeating():
@@ -276,7 +319,8 @@ def _plain_again(runner: StepRunner, given: list[torch.Tensor]) -> list[Any]:
     """The results of the whole loop with their graph, from the differentiable start leaves and inputs in `given`."""
     rest = iter(given)
     begin, count = runner.begin.all_leaves(), len(runner.begin.leaves)
-    start = [next(rest) if flag else leaf for leaf, flag in zip(begin, runner.first_flags, strict=True)]
+    flags = zip(begin, runner.first_flags, runner.given_flags, strict=True)
+    start = [next(rest) if given else leaf.detach().requires_grad_() if flag else leaf for leaf, flag, given in flags]
     rows = runner.inputs.connected(list(rest))
     outputs, stepper = runner.outputs.fresh(), runner.stepper
     with runner.ambient.again(), runner.hidden.aside(), runner.random.aside(), torch.enable_grad():

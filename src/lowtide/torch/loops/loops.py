@@ -130,7 +130,8 @@ def checkpointed_scan(
         captures: tensors that the step closes over but that the first step does not show.
         hidden: names of module attributes to carry though the first steps do not change them.
         advance_with_grad: run steps with grad even where no tape is kept, for steps that pick other kernels without
-            it; a first step that differentiates something or registers a hook turns this on by itself.
+            it; a first step that differentiates something or registers a hook turns this on by itself, and so do an
+            `nn.LSTM` and, in eval mode, torch's transformer layers.
         lean: keep a smaller tape of each step: what is cheap to make again from the rest is not kept, as `lean` does.
     """
     whole_number(unroll, "unroll", least=1)

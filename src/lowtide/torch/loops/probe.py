@@ -96,7 +96,7 @@ def probe(
     goes_on = goes_on or (lambda k: k < runner.length)
     meter = Meter(runner.stepper.lean) if costs else None
     with runner.ambient.uncached():
-        piece = _first(runner, captures, meter)
+        piece, meter = _first(runner, captures, meter)
         if budget is not None and meter is not None:
             keep = _all_tapes_fit(runner, meter, budget)
         ahead: list[Ahead] = [(runner.begin, piece if keep else None)]
@@ -118,14 +118,23 @@ def probe(
     return Probed(measured, ahead)
 
 
-def _first(runner: StepRunner, captures: tuple[torch.Tensor, ...], meter: Meter | None) -> Piece | None:
-    """Step 0; returns its tape, if it can serve as one."""
+def _first(
+    runner: StepRunner, captures: tuple[torch.Tensor, ...], meter: Meter | None
+) -> tuple[Piece | None, Meter | None]:
+    """Step 0; returns its tape, if it can serve as one, and the meter, which may be a simpler one."""
     with _seeing(meter):
-        with _around(meter):
-            piece, watch = runner.tape_first()
+        try:
+            with _around(meter):
+                piece, watch = runner.tape_first()
+        except RuntimeError as error:
+            if meter is None or not meter.hooked or "saved tensor" not in str(error):
+                raise
+            # The transforms of `torch.func` allow no hooks around them.
+            runner.forget_probe()
+            return _first(runner, captures, Meter(hooked=False))
         serves = runner.learn_first(piece, watch, captures)
     runner.put_last(0)
-    return piece if serves else None
+    return piece if serves else None, meter
 
 
 def _next(runner: StepRunner, ahead: list[Ahead], meter: Meter | None) -> tuple[Piece, bool]:
@@ -182,9 +191,13 @@ def _all_tapes_fit(runner: StepRunner, meter: Meter, budget: int | str) -> bool:
 
 
 class Meter:
-    """Bytes and seconds of the step that is being probed."""
+    """Bytes and seconds of the step that is being probed.
 
-    def __init__(self, lean: LeanStep | None) -> None:
+    Hooks tell which tensors the tape holds. Without them, as `torch.func` wants it, that is taken to be all of them.
+    """
+
+    def __init__(self, lean: LeanStep | None = None, *, hooked: bool = True) -> None:
+        self.hooked = hooked and lean is None
         self.memory = Memory()
         self._lean = lean
         self.packed: set[int] = set()  # storages that the tape holds
@@ -206,14 +219,18 @@ class Meter:
         self._old = self.memory.alive()
         worst, self.memory.peak = self.memory.peak, self.memory.now
         began = perf_counter()
-        hooks = torch.autograd.graph.saved_tensors_hooks
-        with hooks(self._pack, as_it_was_packed) if self._lean is None else self._lean.watched(self.packed):
+        with self._seeing_tape():
             yield
         self.forward = perf_counter() - began
         self.after = self.memory.now
         self.taped = self.memory.peak - self.before
         self._room = max(self._room, self.memory.peak - self.after)
         self.memory.peak = max(self.memory.peak, worst)
+
+    def _seeing_tape(self) -> AbstractContextManager[None]:
+        if self._lean is not None:
+            return self._lean.watched(self.packed)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, as_it_was_packed) if self.hooked else nullcontext()
 
     def leave_room(self, leaves: list[torch.Tensor]) -> None:
         """Raise what the last step needed to the most that any with such leaves needed, if later ones may be traced."""
@@ -240,7 +257,9 @@ class Meter:
 
     def keeps(self, leaf: Any) -> bool:
         """Whether the tape holds the leaf's storage."""
-        return isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self.packed
+        return isinstance(leaf, torch.Tensor) and (
+            not (self.hooked or self._lean) or leaf.untyped_storage()._cdata in self.packed
+        )
 
 
 def _seeing(meter: Meter | None) -> AbstractContextManager[None]:

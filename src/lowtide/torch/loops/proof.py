@@ -118,19 +118,29 @@ class Proof:
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
                 compare_later(one, other, error)
 
+    def raises(self, start: int, stop: int, error: Exception) -> CheckpointError:
+        """What to raise where one of steps [start, stop), run again, raised an error that it did not at first."""
+        steps = f"step {start:,}" if stop == start + 1 else f"one of the steps {start:,} to {stop - 1:,}"
+        what = f"{type(error).__name__}({error})"
+        return CheckpointError(f"{steps}, run again, raised {what}, and did not at first. {_WAY_OUT}.{self._moving()}")
+
+    def _moving(self) -> str:
+        return f" What moved while the first steps ran: {', '.join(self.moving)}." if self.moving else ""
+
     def _differs(self, step: int, how: str) -> CheckpointError:
-        moving = f" What moved while the first steps ran: {', '.join(self.moving)}." if self.moving else ""
         return CheckpointError(
-            f"step {step:,}, run again, does not do what it did at first: {how}. {_WAY_OUT}.{moving} check_rerun=True "
-            "finds the first such step, check_rerun=False compares nothing; if the step picks other kernels without "
-            "grad, pass advance_with_grad=True"
+            f"step {step:,}, run again, does not do what it did at first: {how}. {_WAY_OUT}.{self._moving()} "
+            "check_rerun=True finds the first such step, check_rerun=False compares nothing; if the step picks other "
+            "kernels without grad, pass advance_with_grad=True"
         )
 
 
 def _first_difference(then: Graph, now: Graph) -> str:
     for one, other in zip(then[0], now[0], strict=False):
         if one != other:
-            return f"{_in_words(one)} at first, {_in_words(other)} now"
+            at_first, here = _in_words(one), _in_words(other)
+            differ = f"{at_first} at first, {here} now"
+            return differ if at_first != here else f"{at_first} hands its gradient on to others than at first"
     if len(then[0]) != len(now[0]):
         return f"{len(then[0]):,} nodes and results at first, {len(now[0]):,} now"
     return "the operations are the same, but not the tensors that they have saved"

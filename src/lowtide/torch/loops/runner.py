@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from lowtide.errors import CheckpointError, InputError
@@ -90,7 +91,10 @@ class StepRunner:
         # What the first steps teach.
         self.captured = Captured()
         self.profile = Profile([], [])
+        self._flows_by_name: dict[str, bool] = {}  # by the names of positions, as in `profile`
+        self._form_varies = False  # whether hidden state had different numbers of tensors
         self.first_flags: list[bool] = []  # which positions of the state before step 0 have a gradient
+        self.given_flags: list[bool] = []  # and through which of them it flows on
         self.shared = Shared()
         self._parts = LoopParts(inputs, outputs, self.captured, self.profile, self.shared)
         self._learning = True
@@ -106,6 +110,7 @@ class StepRunner:
         self.last_output: list[Any] = []  # of the step that was taped last
         self.begin = Snapshot(self.leaves, HiddenState(), randomness.start)
 
+        self._since = now()  # nodes of graphs from here on are the steps' own
         self._first_runs = True  # until the first sweep is over
         self._put_already = 0  # outputs of steps below this have been handed over
         self._draws = False  # whether first runs drew random numbers
@@ -182,10 +187,12 @@ class StepRunner:
     def _root_flags(self, k: int, positions: int) -> list[bool]:
         """For each position of the state before step k, whether gradients may flow through it."""
         flags = self.first_flags if k == 0 else self.profile.state
-        if len(flags) == positions:
+        if len(flags) == positions and not (k and self._form_varies):
             return flags
-        # Hidden state of another form than usual.
-        return [True] * len(self.leaves) + [not changed for changed in self.hidden.in_place()]
+        # Hidden state of another form than usual: what one tensor in a slot was seen to have, all have.
+        hidden, count = self.hidden, len(self.leaves)
+        rows = zip(hidden.names(), hidden.in_place(), strict=True)
+        return flags[:count] + [self._flows_by_name.get(name, not in_place) for name, in_place in rows]
 
     # --- running steps without tape
 
@@ -385,8 +392,16 @@ class StepRunner:
         if ends is not None and not strangers(edge_set(results), ends.union(self.captured.edges), began):
             return
         # Not foreseen, or state that began to change inside this piece: all the way back to where the piece began.
-        ends = edge_set([*piece.starts, *piece.xs, *self.captured.targets])
-        self._walk.check(k, results, ends.union(self.captured.edges), piece.since)
+        ends = edge_set([*piece.starts, *piece.xs, *self.captured.targets, *self._made_inside(results)])
+        self._walk.check(k, results, ends.union(self.captured.edges), piece.since, self._since)
+
+    def _made_inside(self, results: list[Any]) -> list[torch.Tensor]:
+        """Leaves among the results of a step that it has made itself (`x.detach().requires_grad_()`)."""
+        leaves = [
+            leaf for leaf in results if has_gradient(leaf) and leaf.is_leaf and not isinstance(leaf, nn.Parameter)
+        ]
+        outside = {id(tensor) for _, tensor in self._things.tensors()} if leaves else set()
+        return [leaf for leaf in leaves if id(leaf) not in outside]
 
     def check_tape(self, stop: int) -> None:
         """Compare the end of a tape with first runs, or take note of it; the last output is let go."""
@@ -421,7 +436,8 @@ class StepRunner:
         self.hidden.look()
         for snapshot in (self.begin, *snapshots):
             self.hidden.complete(snapshot.hidden)
-        self.first_flags += [False] * (len(self.begin.all_leaves()) - len(self.first_flags))
+        for flags in (self.first_flags, self.given_flags):
+            flags += [False] * (len(self.begin.all_leaves()) - len(flags))
         self._draws = self.random.mark() is not self.random.start
         self._first_runs = False
         self._look = {}
@@ -455,15 +471,17 @@ class StepRunner:
         if not self.proof.never and (names := collected(self._things, since)):
             raise CheckpointError(
                 f"the step puts tensors with a gradient into {', '.join(names)}, through which it would be lost; "
-                "return them as outputs instead, or put them there detached"
+                "return them as outputs instead, or put them there detached; if a later step reads them, make them "
+                "part of the carry, or attributes of a module"
             )
 
     # --- what the backward asks
 
     def start_tensors(self) -> list[torch.Tensor]:
-        """The tensors with a gradient in the state before the first step."""
-        carry = [leaf for leaf in self.stepper.init if has_gradient(leaf)]
-        return carry + [origin[1] for origin in self.hidden.origins() if origin is not None]
+        """The tensors in the state before the first step to which gradients flow."""
+        origins = [None if origin is None else origin[1] for origin in self.hidden.origins()]
+        rows = zip((*self.stepper.init, *origins), self.given_flags, strict=False)
+        return [tensor for tensor, flag in rows if flag]
 
     def pullback(self, grads: list[torch.Tensor | None], xs: list[torch.Tensor], length: int) -> Pullback:
         """A backward that begins with these cotangents of outputs and state after `length` steps, for these inputs."""
@@ -504,18 +522,28 @@ class StepRunner:
         for generator, state in watch.generators.values():
             self.random.add(generator, state)
         self.begin.random = self.random.start
-        self._tapes_always |= watch.needs_grad
+        self._tapes_always |= watch.needs_grad or any(map(_picks_kernels_by_grad, self.hidden.modules))
         self._graded = list(watch.graded.values())
         origins = self.hidden.origins()
         self.first_flags += [origin is not None for origin in origins]
         self._learn_flow(piece, self.begin)
-        given = edge_set([*piece.starts, *piece.xs])
+        given = edge_set([*piece.starts, *piece.xs, *self._made_inside([*self.state(), *self.last_output])])
         given.update(origin[0] for origin in origins if origin is not None)
         self._capture(piece, given, watch, captures)
+        self._find_given(piece, origins)
         self.refuse_collected(piece.since)
         self._note_first_graph(piece)
         # A graph that runs on into what was there before cannot serve as a tape.
         return not self.captured.dependent and not any(origins)
+
+    def _find_given(self, piece: Piece, origins: list[tuple[GradientEdge, torch.Tensor] | None]) -> None:
+        """Take no gradient to what was there before step 0 if none flows from that step's results.
+
+        The graph that made it may have been freed by a backward, and would be kept alive by this loop's.
+        """
+        carry = edges_of(piece.starts[: len(self.stepper.init)])
+        reached = strangers(piece.roots(), set(self.captured.edges), piece.since)
+        self.given_flags = [edge in reached for edge in (*carry, *(origin and origin[0] for origin in origins))]
 
     def learn(self, piece: Piece, snapshots: list[Snapshot]) -> bool:
         """Learn from a later step; returns whether gradients flow through the same parts of the state as before it.
@@ -545,8 +573,12 @@ class StepRunner:
         state = self.state()
         piece.ends = edges_of(state)
         flags, profile = [edge is not None for edge in piece.ends], self.profile
+        for name, flag in zip(self._position_names(), flags, strict=True):
+            self._flows_by_name[name] = flag or self._flows_by_name.get(name, False)
         if len(flags) == len(profile.state):
             flags = [new or old for new, old in zip(flags, profile.state, strict=True)]
+        else:
+            self._form_varies |= bool(profile.state)
         profile.state = flags
         gradients = [bool(column) for column in piece.outputs]
         profile.outputs[:] = [new or old for new, old in zip(gradients, profile.outputs or gradients, strict=True)]
@@ -566,6 +598,7 @@ class StepRunner:
                 if parameter.requires_grad:
                     captured.add(parameter, hidden.parameters[id(parameter)])
         captured.learn(piece.roots(), given, watch, hidden.finds.labels)
+        hidden.captured = edge_set(captured.tensors)
         captured.settle()
         named = (tensor for _, tensor in self._things.tensors() if tensor.requires_grad)
         if any(edge_of(tensor) not in captured.edges for tensor in named):
@@ -635,3 +668,9 @@ class StepRunner:
         self.hidden.forget_start()
         self.hidden.finish(finals[count:])
         return self.stepper.form.unflatten(finals[:count])
+
+
+def _picks_kernels_by_grad(module: nn.Module) -> bool:
+    """Whether torch runs the module by other kernels where no gradient is wanted, which round differently."""
+    by_mode = isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention) and not module.training
+    return by_mode or isinstance(module, nn.LSTM)

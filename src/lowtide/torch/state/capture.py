@@ -8,6 +8,7 @@ gradient would be lost.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count, islice
@@ -94,6 +95,19 @@ def strangers(roots: Iterable[GradientEdge], known: set[GradientEdge], since: in
                 if further not in known:
                     stack.append(further)
     return found
+
+
+def _references(leaf: Any) -> int:
+    return sys.getrefcount(leaf.variable)
+
+
+# To a tensor that nobody but its graph holds.
+_FEWEST = _references(edge_of(torch.zeros((), requires_grad=True).sin()).node.next_functions[0][0])
+
+
+def is_out_of_reach(node: Any) -> bool:
+    """Whether a gradient arrives there at a leaf that nobody holds, made by a step inside: it can be lost."""
+    return hasattr(node, "variable") and _references(node) <= _FEWEST
 
 
 # --- a result pulled back by itself, from zeros: nobody's gradients or hooks are touched
@@ -227,6 +241,8 @@ class Captured:
         """
         candidates = {edge_of(tensor): tensor for tensor in watch.tensors.values()}
         for edge in strangers(roots, given.union(self.edges), watch.since):
+            if is_out_of_reach(edge.node):
+                continue
             tensor = candidates.get(edge, getattr(edge.node, "variable", None))
             if tensor is None:
                 raise CheckpointError(
@@ -346,11 +362,23 @@ class Walk:
         return k if k < 2 else min(k + -(k + self._turn) % self._every, last)
 
     @staticmethod
-    def check(k: int, results: list[Any], ends: set[GradientEdge], since: int) -> None:
-        """Refuse step k, which ran, if the graph of its results since `since` reaches anything but `ends`."""
+    def check(k: int, results: list[Any], ends: set[GradientEdge], since: int, begun: int) -> None:
+        """Refuse step k, which ran, if the graph of its results since `since` reaches anything but `ends`.
+
+        `begun` is the sequence number at which the loop began.
+        """
         for edge in strangers(edge_set(results), ends, since):
             node = edge.node
+            if is_out_of_reach(node):
+                continue
             variable = getattr(node, "variable", None)
+            if variable is None and node._sequence_nr() >= begun:
+                raise CheckpointError(
+                    f"step {k:,} uses a tensor that an earlier step computed ({node.name()}) and put where it is not "
+                    "part of the loop's state, so its gradient would be lost; make it part of the carry (where tensors "
+                    "in objects count only if their class is registered, as with torch.export.register_dataclass), or "
+                    "an attribute of a module, or compute it before the loop"
+                )
             what = "computed before the loop" if variable is None else f"of shape {tuple(variable.shape)}"
             raise CheckpointError(
                 f"step {k:,} uses a tensor {what} ({node.name()}) that the first step did not touch, so its gradient "

@@ -29,6 +29,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lowtide.errors import CheckpointError, InputError
 from lowtide.torch.state.bits import same_bits
 from lowtide.torch.state.capture import edge_of
+from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.notes import SMALL, needs_grad
 from lowtide.torch.state.samples import Sample, whole_sample_of
 from lowtide.torch.state.structure import (
@@ -49,7 +50,9 @@ from lowtide.torch.state.surroundings import Finds
 class _Record:
     """The values of some slots before the first step, and copies of their tensors, which may be changed in place."""
 
-    __slots__ = ("_rows", "_structure", "_sums", "copies", "origins", "slots", "tensors", "values", "versions")
+    __slots__ = (
+        *("_rows", "_structure", "_sums", "copies", "generators", "origins", "slots", "tensors", "values", "versions"),
+    )
 
     def __init__(self, slots: list[Place]) -> None:
         self.slots = slots
@@ -57,7 +60,9 @@ class _Record:
         rows = [place for place, value in enumerate(self.values) if type(value) not in ATOMS and value is not MISSING]
         self._rows = {place: row for row, place in enumerate(rows)}  # what is more than a number is in a structure
         self.tensors: list[torch.Tensor] = []
-        self._structure = Structure([self.values[place] for place in rows], self.tensors)
+        found: list[Any] = []
+        self._structure = Structure([self.values[place] for place in rows], self.tensors, found)
+        self.generators = [thing for thing in found if isinstance(thing, GENERATORS)]
         self.versions = _versions(self.tensors)
         self.copies = [_copied(tensor) if _is_readable(tensor) else None for tensor in self.tensors]
         self._sums: list[Sample] = [0] * len(self.tensors)  # of those whose copies were let go
@@ -191,6 +196,7 @@ class Hidden:
         self._known: set[tuple[int, str]] = set()
         self._training: list[tuple[nn.Module, bool]] = []  # the mode that each module ran in
         self._settled = False
+        self.captured: set[GradientEdge] = set()  # where gradients of captured tensors arrive
         labels = self.finds.labels
         slots: list[Place] = []
         for module in self.finds.modules:
@@ -198,6 +204,7 @@ class Hidden:
         for thing in self.finds.objects:
             slots += own_places(thing)
         self._record(slots)
+        self.generators += [generator for record in self._records for generator in record.generators]
 
     # --- finding
 
@@ -285,17 +292,17 @@ class Hidden:
 
     def _carry(self, slot: Place, record: _Record, place: int, *, in_place: bool) -> None:
         numbers = record.numbers(place)
-        if self._settled:
-            if in_place and any(record.copies[number] is None for number in numbers):
-                raise CheckpointError(
-                    f"{slot.label} is changed in place at a later step but not at the first ones, and it is too large "
-                    f"to be copied just in case; name it: hidden=({slot.label!r},)"
-                )
-            if any(record.origins[number] is not None for number in numbers):
-                raise CheckpointError(
-                    f"{slot.label}, which has a gradient from before the loop, is replaced at a later step but not at "
-                    f"the first ones; name it: hidden=({slot.label!r},)"
-                )
+        if self._settled and in_place and any(record.copies[number] is None for number in numbers):
+            raise CheckpointError(
+                f"{slot.label} is changed in place at a later step but not at the first ones, and it is too large "
+                f"to be copied just in case; name it: hidden=({slot.label!r},)"
+            )
+        origins = [record.origins[number] for number in numbers]
+        if any(origin is not None and (self._settled or origin[0] in self.captured) for origin in origins):
+            raise CheckpointError(
+                f"{slot.label}, which has a gradient from before the loop, is replaced at a later step but not at "
+                f"the first; name it: hidden=({slot.label!r},)"
+            )
         self._carried.append(_Carried(slot, in_place, record, place, []))
 
     def complete(self, state: HiddenState) -> HiddenState:

@@ -488,7 +488,8 @@ class Growth:
         for key in self._keys:
             _remember(key)
         for name, _ in self.grown():
-            warn_of_growth(name, getattr(self._keys[0], "co_name", type(self._keys[0]).__name__))
+            key = self._keys[0]
+            warn_of_growth(name, getattr(key, "co_name", getattr(key, "__name__", type(key).__name__)))
 
 
 def warn_of_growth(name: str, function: str) -> None:
