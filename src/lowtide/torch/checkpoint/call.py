@@ -653,8 +653,9 @@ class _Call:
             f"the rerun differs from the first run at saved tensor {differs.number:,}{where}: {differs.how}. "
             "The function has to do the same each time it runs, and `.grad` is not to be "
             "trusted after this error. Look for a counter, iterator or cache outside its modules and arguments (make "
-            "it an attribute of the module, or an argument), for what was changed between forward and backward, for "
-            "other threads that draw from the same random generator, and for kernels that do not repeat"
+            "it an attribute of the module, or an argument), for a variable of a loop that a lambda uses (bind it: "
+            "`lambda x, layer=layer: layer(x)`), for what was changed between forward and backward, for other threads "
+            "that draw from the same random generator, and for kernels that do not repeat"
         )
 
     def _at(self, place: Place) -> str:

@@ -267,7 +267,14 @@ def _seeing(meter: Meter | None) -> AbstractContextManager[None]:
 
 
 def _around(meter: Meter | None) -> AbstractContextManager[None]:
-    return nullcontext() if meter is None else meter.on()
+    if meter is not None:
+        return meter.on()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return nullcontext()
+    # A tape that nobody pulls back would never be freed if hooks such as those of `save_on_cpu` kept its own tensors.
+    pack, unpack = hooks
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: pack(t.detach().requires_grad_(t.requires_grad)), unpack)
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,8 +309,8 @@ class Owners:
                 tensor, version = changed
                 raise CheckpointError(
                     f"{self._name_of(tensor)} was changed in place by the function or since it ran (version {version} "
-                    f"then, {tensor._version} now), so the rerun would not repeat it; change it after the backward, or "
-                    "make a new tensor"
+                    f"then, {tensor._version} now), so the rerun would not repeat it; change it after the backward, "
+                    "make a new tensor, or keep what changes it (nn.Embedding with max_norm, for one) out of the call"
                 )
 
     def _name_of(self, tensor: torch.Tensor) -> str:
