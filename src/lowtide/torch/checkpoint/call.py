@@ -552,28 +552,10 @@ class _Call:
 
         It is handed the tensors that will then have other values.
         """
-        with self._ambient.overrides():  # or arguments would be of other classes
-            self._run_again(pack, saved, finish)
-
-    def _run_again(
-        self,
-        pack: Callable[[torch.Tensor], int],
-        saved: list[torch.Tensor | None],
-        finish: Callable[[list[torch.Tensor]], None],
-    ) -> None:
-        tensors = self._held.again()
-        if self._structure is not None:
-            values = self._structure.values(tensors)
-        else:
-            values = list(self._arguments)
-            for place, tensor in zip(self._places, tensors, strict=True):
-                values[place] = tensor
-        kwargs: dict[str, Any] = {}
-        if self._keys:
-            positional = len(values) - len(self._keys)
-            kwargs = dict(zip(self._keys, values[positional:], strict=True))
-            values = values[:positional]
-        if self._owners is None and self._context is None and self._ambient.is_now():
+        is_now = self._ambient.is_now()
+        with _NO_CONTEXT if is_now else self._ambient.overrides():  # or arguments would be of other classes
+            values, kwargs = self._given()
+        if is_now and self._owners is None and self._context is None:
             with _NO_CONTEXT if self._generators is None else self._generators.again():
                 self._run_here(pack, saved, values, kwargs)
                 finish([])
@@ -585,12 +567,26 @@ class _Call:
                 rewritten = contexts.enter_context(self._owners.as_before(hidden))
             if self._generators is not None:
                 contexts.enter_context(self._generators.again())
-            if not self._ambient.is_now():
+            if not is_now:
                 contexts.enter_context(self._ambient.again(cached=True))
             if self._context is not None:
                 contexts.enter_context(self._context)
             self._run_here(pack, saved, values, kwargs)
             finish(rewritten)
+
+    def _given(self) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as they were given to the first run."""
+        tensors = self._held.again()
+        if self._structure is not None:
+            values = self._structure.values(tensors)
+        else:
+            values = list(self._arguments)
+            for place, tensor in zip(self._places, tensors, strict=True):
+                values[place] = tensor
+        if not self._keys:
+            return values, {}
+        positional = len(values) - len(self._keys)
+        return values[:positional], dict(zip(self._keys, values[positional:], strict=True))
 
     def _run_here(
         self,
@@ -706,12 +702,11 @@ class _Rerun:
             else:
                 # Detached, or what the backward never asks for would keep the rerun's graph, which has this hook.
                 append(tensor.detach())
-                usual = type(tensor) in _USUAL and tensor.layout is _STRIDED and tensor.is_cpu
-                if usual and (size := tensor.nbytes) <= small and tensor.is_contiguous() and (at := tensor.data_ptr()):
-                    if checksum(read(at, size)) != samples[number]:
+                if sample is not None:
+                    usual = type(tensor) in _USUAL and tensor.layout is _STRIDED and tensor.is_cpu
+                    usual = usual and (size := tensor.nbytes) <= small and tensor.is_contiguous()
+                    if not usual or not (at := tensor.data_ptr()) or checksum(read(at, size)) != samples[number]:
                         compare(number, tensor)
-                elif sample is not None:
-                    compare(number, tensor)
             if late:
                 self._compare_late(number - _LATE)
             if number == ends and number - self._unfilled > _LATE:
