@@ -252,7 +252,7 @@ class _Noted:
         self.count = -1  # how many there are; -1 until the first run is over
         self.likes: Any = None if uncompared else []
         self.samples: Any = None if check_rerun is False or (uncompared and not check_rerun) else []
-        self.exempt = _NO_NUMBERS  # numbers of tensors that no two runs have alike
+        self.exempt = _NO_NUMBERS  # numbers of tensors that no two runs have alike, or that are not asked for
         self.sample = whole_sample_of if check_rerun else sample_of  # as the first run takes them
         self.small = -1 if check_rerun else WHOLE  # bytes up to which a sample is a checksum of them all
         self.late = _NO_NUMBERS  # numbers of tensors that the operations which save them may have to fill yet
@@ -474,7 +474,9 @@ class _Call:
         """After a first run without an exception, keep what a rerun needs and nothing else."""
         assert self._owners is not None
         self._noted.finish()
-        self._held.settle()
+        changed = self._held.settle()
+        if changed and self.outer is not None:  # its copies of these are put in their place
+            self.outer[0]._noted.exempt |= {self.outer[1] + number for number in changed}
         self._owners, hidden = self._owners.finish()
         if hidden:
             self._hidden = KeptTensors(hidden, through_hooks=_top_hooks(False) is not None)
@@ -488,7 +490,7 @@ class _Call:
             tensor = self._again(number)
             store = self.store
         store[number] = None
-        if tensor._version != self.versions[number]:
+        if tensor._version != self.versions[number] and number not in self._noted.exempt:
             raise CheckpointError(
                 f"a tensor of shape {tuple(tensor.shape)} that autograd needs for the backward was changed in place "
                 "after the function had used it; make a new tensor instead"

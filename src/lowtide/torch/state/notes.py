@@ -7,6 +7,7 @@ keeps no more than it needs. For a rerun it is put back, and afterwards that is 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from math import inf
 from operator import is_
 from typing import Any
@@ -390,19 +391,18 @@ class KeptTensors:
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
         if through_hooks and tensors and not any(tensor.is_inference() for tensor in tensors):
-            # Copies, where the function, now or in the rerun of a call around, may change the tensor itself.
-            given = dict(enumerate(tensors)) | {k: copied for k, (_, _, copied) in self._changed.items()}
-            self._node = _Kept.apply(_anchor, *given.values()).grad_fn  # type: ignore[no-untyped-call]  # torch's own
+            self._node = _Kept.apply(_anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]  # torch's own
             return
         for tensor, needs_grad in zip(tensors, flags, strict=True):
             # Of a computed tensor only its values: the tensor itself may become a part of the graph that keeps it.
             self._tensors.append(tensor if needs_grad and tensor.is_leaf else tensor.detach())
             self._versions.append(tensor._version if needs_grad or not tensor.is_inference() else -1)
 
-    def settle(self) -> None:
-        """The function has run."""
+    def settle(self) -> Iterable[int]:
+        """The function has run; returns the numbers of the tensors that it has changed in place."""
         if self._changed:
             self._changed = {k: note for k, note in self._changed.items() if is_changed(*note)}
+        return self._changed
 
     def again(self) -> list[torch.Tensor]:
         """Twins of the tensors that belong to no graph, or an error if one was changed."""
