@@ -16,6 +16,8 @@ from torch import nn
 
 import lowtide.torch as lt
 from lowtide import CheckpointError
+from lowtide.torch.checkpoint import call
+from lowtide.torch.state import samples
 from tests.torch.calls import drawn_leaf, plainly, same
 
 
@@ -349,3 +351,56 @@ def test_a_context_that_suppresses_an_exception() -> None:
     kept[0].sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+# --- how runs are compared
+
+
+def test_a_function_of_c_may_be_called_with_every_option() -> None:
+    x = _leaf()
+    y = lt.checkpoint(torch.sin, x, check_rerun=True, contexts=[contextlib.nullcontext])
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.cos())
+
+
+def test_the_same_numbers_in_another_shape_are_refused() -> None:
+    shapes = iter([(2, 3), (3, 2), (3, 2)])
+
+    def function(x: torch.Tensor) -> Any:
+        return x.view(next(shapes)).sin().sum()
+
+    y = lt.checkpoint(function, _leaf(6))
+    with pytest.raises(CheckpointError, match=r"it was \(2, 3\).*now it is \(3, 2\)"):
+        y.backward()
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_samples_that_lie_on_a_device_are_compared_when_the_backward_ends(
+    differs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_a_device(tensor: torch.Tensor) -> torch.Tensor:
+        return samples._spread(tensor.detach())
+
+    monkeypatch.setattr(call, "sample_of", on_a_device)  # of tensors too large to be read whole
+    factors = iter([1.0, 2.0, 2.0] if differs else [1.0] * 3)
+    x = _leaf(5000)
+    y = lt.checkpoint(lambda x: (x * next(factors)).sin().exp(), x)
+    with pytest.raises(CheckpointError, match="saved tensor 0") if differs else contextlib.nullcontext():
+        y.sum().backward()
+    if not differs:
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.autograd.grad((z := _leaf(5000)).sin().exp().sum(), z)[0])
+
+
+def test_noise_that_an_operation_leaves_unfilled_is_not_compared() -> None:
+    """In eval rrelu saves noise that it does not draw: whatever was in that memory before."""
+    dirt = iter(range(1, 100))
+
+    def function(x: torch.Tensor) -> Any:
+        torch.full_like(x, float(next(dirt)))  # and gone
+        return nn.functional.rrelu(x * 2, training=False).sin()
+
+    x = _leaf(500)
+    for _ in range(3):
+        y = lt.checkpoint(function, x)
+        found = torch.autograd.grad(y.sum(), x)[0]
+        assert torch.equal(found, torch.autograd.grad(nn.functional.rrelu(x * 2, training=False).sin().sum(), x)[0])

@@ -328,3 +328,19 @@ def test_a_layer_that_is_drawn_is_the_one_that_is_taken_back(call: Function) -> 
         return rows
 
     same(run(call), run(plainly if call is lt.lean else lambda net, x: net(x).sin()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tape_that_was_planned_for_one_way_need_not_exist_for_another() -> None:
+    def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            x = (x * 2).sin().exp()
+        return x
+
+    size = lt.lean_frontier(repeated, drawn_leaf(50), 1)[-1].size
+
+    def run(call: Function) -> list[Any]:
+        x = drawn_leaf(50)
+        return [torch.autograd.grad(call(repeated, x, times).sum(), x)[0] for times in (1, 3, 1, 3)]
+
+    same(run(lambda *args: lt.lean(*args, tape=size)), run(plainly))

@@ -166,6 +166,17 @@ def test_a_carry_that_changes(at: int) -> None:
     refused(changing(lambda h: 3), InputError, rf"step {at} returned carry as a int, it got")
 
 
+@pytest.mark.parametrize("at", [1, 20, 39])
+def test_a_carry_without_tensors_that_changes(at: int) -> None:
+    """Nothing watches such a carry from step to step."""
+    refused(
+        lambda n, x, k: ((n, n) if k == at else n, torch.tanh(x * W)),
+        InputError,
+        rf"step {at} returned a carry of another structure.*a tuple",
+        init=3,
+    )
+
+
 @pytest.mark.parametrize("at", [0, 1, 20, 39])
 def test_an_output_that_changes(at: int) -> None:
     def changing(make: Any) -> Any:

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import nn
 
-MOST_CALLS = 10_000  # of one program; rows that are used up have as many entries
+MOST_CALLS = 2_000  # of one program; rows that are used up have as many entries
 
 
 class Body(NamedTuple):

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,3 +232,27 @@ def test_containers_are_looked_at_in_the_first_rerun_only(monkeypatch: pytest.Mo
     looked.clear()
     del net
     assert len(growth._looked) == known - 1
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_files_are_taken_to_move_if_a_method_that_is_named_opens_one(is_called: bool) -> None:
+    """Classes of Hugging Face have dozens of methods that save and load."""
+
+    class Saved(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self._factor()
+
+        def _factor(self) -> float:
+            return float(Path("factor.txt").read_text())
+
+    class Calling(Saved):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scaled(x)
+
+    net = Calling() if is_called else Saved()
+    finds = growth.Finds([net])
+    look = growth.Things(finds, [net]).look()
+    assert bool(growth.moved(look, look)) == is_called

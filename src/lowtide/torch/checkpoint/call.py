@@ -240,6 +240,7 @@ def _stop() -> NoReturn:
 # a reference instead of a tuple for each saved tensor.
 _rows: dict[int, list[Likeness]] = {}
 _MOST_ROWS = 1_000  # above that they are forgotten
+_INTS = {int}  # the types of samples, unless some are on a device
 _NO_NUMBERS: frozenset[int] = frozenset()  # an empty set of its own takes 216 bytes
 
 
@@ -349,10 +350,7 @@ class _Noted:
         self._look_again(self.count)
         if self.samples is not None:
             taken = self.samples
-            try:
-                self.samples = array("Q", taken)
-            except TypeError:  # some are on a device
-                self.samples = taken.copy()
+            self.samples = array("Q", taken) if set(map(type, taken)) <= _INTS else taken.copy()
             taken.clear()
         if self.likes is not None:
             row, usual = self.likes, _rows.get(self.count)

@@ -88,12 +88,11 @@ def _sequential(
     options = {"contexts": tuple(contexts), "check_rerun": check_rerun}
     if plan is not None:
         chain, parts = _chain_for(plan, len(row)), nest_of_plan(plan)
-        if (
-            has_forms(parts) and _wrapped(row) is None
-        ):  # measure now, which traces lean steps, so that tracing takes no memory inside the run
-            _costs(row, x, _allow if check_rerun is False else _refuse)
+        # Measured now, which traces lean steps, so that tracing takes no memory inside the run.
+        if has_forms(parts) and _wrapped(row) is None:
+            _costs(row, x, None if check_rerun is False else _refuse)
         return _run(row, parts, x, options, chain)
-    costs = _costs(row, x, _allow if check_rerun is False else _refuse)
+    costs = _costs(row, x, None if check_rerun is False else _refuse)
     if costs is None or costs.row.chain is None:
         return through(row, x)
     return _run(row, costs.plan(budget)[1], x, options, costs.row.chain)
@@ -434,7 +433,7 @@ def _wrapped(row: list[Layer]) -> int | None:
     for k, layer in enumerate(row):
         kinds = {type(module).__name__ for module in layer.modules()} if isinstance(layer, nn.Module) else set()
         if "FullyShardedDataParallel" in kinds:
-            return k
+            return k  # pragma: no cover  (FSDP: run by tests in processes of their own)
     return None
 
 
@@ -449,11 +448,7 @@ def _warn(difference: str) -> None:
     warnings.warn(f"{difference}, and stays moved; make it an attribute of a module", stacklevel=4)
 
 
-def _allow(_: str) -> None:
-    pass
-
-
-def _costs(row: list[Layer], x: Any, tell: Callable[[str], None], *, forms: bool = True) -> LayerPlans | None:
+def _costs(row: list[Layer], x: Any, tell: Callable[[str], None] | None, *, forms: bool = True) -> LayerPlans | None:
     """The costs and plans of the layers; None if one is lazy and the plain run has yet to make its parameters.
 
     If measuring them moves something outside of modules, so that a layer does something else since, `tell` is told.
@@ -464,7 +459,7 @@ def _costs(row: list[Layer], x: Any, tell: Callable[[str], None], *, forms: bool
         if any(is_lazy(p) for layer in row if isinstance(layer, nn.Module) for p in layer.parameters()):
             return None
         wrapped = _wrapped(row)
-        if wrapped is not None:
+        if wrapped is not None:  # pragma: no cover  (FSDP: run by tests in processes of their own)
             raise InputError(
                 f"layer {wrapped:,} is wrapped by FullyShardedDataParallel, so it cannot be measured; pass "
                 "sequential(plan=...) what plan_sequential returned before the layers were wrapped, or shard them with "
@@ -472,7 +467,7 @@ def _costs(row: list[Layer], x: Any, tell: Callable[[str], None], *, forms: bool
             )
         outside = Outside(row)
         plans = LayerPlans(measure_layers(row, x, forms=forms))
-        if tell is not _allow and (difference := outside.difference(x)):
+        if tell is not None and (difference := outside.difference(x)):
             tell(difference)
         _measured.put(key, plans, _anchors(row))
     return plans

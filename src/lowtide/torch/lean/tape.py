@@ -479,8 +479,6 @@ def _restrided(tensor: torch.Tensor, view: StorageView) -> torch.Tensor:
 
 def _sample_of(tensor: torch.Tensor) -> Sample:
     """A sample of a dropped value, or of one recomputed."""
-    if type(tensor) is not torch.Tensor:  # operations on it are torch's own all the same: guards have made sure
-        tensor = tensor.as_subclass(torch.Tensor)
     if tensor.dtype is torch.uint8:  # not taken for a kernel's workspace: those are made by operations not run again
         tensor = tensor.view(torch.int8)
     return sample_of(tensor)

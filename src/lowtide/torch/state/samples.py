@@ -53,7 +53,7 @@ def sample_of(tensor: torch.Tensor) -> Sample:
     if tensor.is_meta or tensor.dtype is _WORKSPACE or tensor._is_zerotensor():
         return 0
     if not tensor.is_cpu:
-        return _spread(tensor.detach())
+        return _spread(tensor.detach())  # pragma: no cover  (needs a GPU)
     size = tensor.nbytes
     if size <= WHOLE and tensor.is_contiguous():  # the usual case: this takes less than a microsecond
         return checksum(read(tensor.data_ptr(), size))
@@ -100,7 +100,7 @@ def _plain_part(tensor: torch.Tensor) -> torch.Tensor | None:
     """An ordinary tensor with the numbers of one that is not: a shard, values of a sparse one, the user's own class."""
     local = getattr(tensor, "_local_tensor", None)
     if isinstance(local, torch.Tensor):
-        return local
+        return local  # pragma: no cover  (FSDP: run by tests in processes of their own)
     if type(tensor).__torch_dispatch__ is PLAIN_DISPATCH and type(tensor) not in _ORDINARY:
         with torch._C.DisableTorchFunctionSubclass():  # or it would be of its class again
             return tensor.as_subclass(torch.Tensor)

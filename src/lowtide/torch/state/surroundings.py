@@ -60,10 +60,12 @@ class Finds:
         labels: by identity, the names under which functions hold things.
     """
 
-    __slots__ = ("_seen", "functions", "generators", "held", "labels", "modules", "objects")
+    __slots__ = ("_methods", "_names", "_seen", "functions", "generators", "held", "labels", "modules", "objects")
 
     def __init__(self, things: Iterable[Any] = ()) -> None:
         self._seen: set[int] = set()
+        self._names: set[str] = set()  # in the code of functions
+        self._methods: dict[str, list[types.FunctionType]] = {}  # that no function was seen to name so far
         self.modules: list[nn.Module] = []
         self.objects: list[Any] = []
         self.generators: list[Any] = []
@@ -93,7 +95,7 @@ class Finds:
     def _find_in_function(self, function: Any, depth: int) -> None:
         if isinstance(function, types.FunctionType):
             if not is_foreign(function.__module__):
-                self.functions.append(function)
+                self._add(function)
                 for name, value in named_by(function):
                     self.labels.setdefault(id(value), name)
                     self._find_held(value, depth, function)
@@ -120,13 +122,24 @@ class Finds:
             self.find(function, depth + 1)
         self._add_methods(type(module))
 
+    def _add(self, function: types.FunctionType) -> None:
+        """Add a function that may be called, and with it methods of the names in its code."""
+        self.functions.append(function)
+        for name in set(names_in(function.__code__)) - self._names:
+            self._names.add(name)
+            for method in self._methods.pop(name, ()):
+                self._add(method)
+
     def _add_methods(self, kind: type) -> None:
-        """Add functions that may be called; modules that they name take part only if they are called."""
-        for value in _class_attributes(kind).values():
+        """Add methods that may be called; modules that they name take part only if they are called."""
+        for name, value in _class_attributes(kind).items():
             method = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if isinstance(method, types.FunctionType) and id(method) not in self._seen:
                 self._seen.add(id(method))
-                self.functions.append(method)
+                if name in self._names or (name.startswith("__") and name != "__init__"):
+                    self._add(method)
+                else:
+                    self._methods.setdefault(name, []).append(method)
 
     def _find_owner(self, owner: Any) -> None:
         if isinstance(owner, nn.Module):
@@ -189,7 +202,7 @@ def bound_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> tuple[str, ...]:
     """The names of globals and attributes in a function's code, and in that of functions made inside."""
-    names = dict.fromkeys(code.co_names)
+    names = dict.fromkeys(filter(str.isidentifier, code.co_names))  # pytest puts others there
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             names.update(dict.fromkeys(names_in(inner)))
