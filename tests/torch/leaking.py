@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -85,7 +86,8 @@ def _failing(y: torch.Tensor, x: torch.Tensor) -> None:
 
 Backward = Callable[[torch.Tensor, torch.Tensor], None]
 _ALL = (_whole, _two_losses, _kept_for_nothing, _some_inputs, _penalty, _none, _failing)
-CASES: list[tuple[Backward, int]] = [*((backward, 1) for backward in _ALL), (_whole, 4), (_failing, 4)]  # and threads
+CASES: list[Any] = [*((backward, 1) for backward in _ALL), (_whole, 4)]  # and threads
+CASES.append(pytest.param(_failing, 4, marks=pytest.mark.slow))
 
 
 def alive(run: Function, backward: Backward) -> tuple[int, int]:
