@@ -64,7 +64,7 @@ _transformed = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 _traces = torch._C._is_tracing  # whether `torch.jit.trace` is at work, which records operations, not graphs
 _CHECKS = ("default", "none")
-_USUAL, _STRIDED, _CPU = {torch.Tensor, nn.Parameter}, torch.strided, torch.device("cpu")
+_TENSOR, _USUAL, _STRIDED, _CPU = torch.Tensor, {torch.Tensor, nn.Parameter}, torch.strided, torch.device("cpu")
 _SIMPLE = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size})  # arguments
 # An operation may save what it has yet to fill, such as the noise of rrelu, and so many tensors more before it runs.
 _LATE = 1
@@ -289,7 +289,7 @@ class _Noted:
                 wait(tensor)
             # What `sample_of` does with the usual tensor, without the call: half of the time goes into such calls.
             elif (
-                type(tensor) in _USUAL
+                (type(tensor) is _TENSOR or type(tensor) in _USUAL)
                 and tensor.layout is _STRIDED
                 and tensor.is_cpu
                 and (size := tensor.nbytes) <= small
@@ -702,11 +702,16 @@ class _Rerun:
             else:
                 # Detached, or what the backward never asks for would keep the rerun's graph, which has this hook.
                 append(tensor.detach())
-                if sample is not None:
-                    usual = type(tensor) in _USUAL and tensor.layout is _STRIDED and tensor.is_cpu
-                    usual = usual and (size := tensor.nbytes) <= small and tensor.is_contiguous()
-                    if not usual or not (at := tensor.data_ptr()) or checksum(read(at, size)) != samples[number]:
-                        compare(number, tensor)
+                if sample is not None and not (
+                    (type(tensor) is _TENSOR or type(tensor) in _USUAL)
+                    and tensor.layout is _STRIDED
+                    and tensor.is_cpu
+                    and (size := tensor.nbytes) <= small
+                    and tensor.is_contiguous()
+                    and (at := tensor.data_ptr())
+                    and checksum(read(at, size)) == samples[number]
+                ):
+                    compare(number, tensor)
             if late:
                 self._compare_late(number - _LATE)
             if number == ends and number - self._unfilled > _LATE:
