@@ -700,8 +700,9 @@ class _Rerun:
             if not tensor.requires_grad:
                 pack_constant(number, tensor)
             else:
-                # Detached, or what the backward never asks for would keep the rerun's graph, which has this hook.
-                append(tensor.detach())
+                # Detached, unless it is a leaf, or what the backward never asks for would keep the rerun's graph, which
+                # has this hook.
+                append(tensor if tensor.is_leaf else tensor.detach())
                 if sample is not None and not (
                     (type(tensor) is _TENSOR or type(tensor) in _USUAL)
                     and tensor.layout is _STRIDED
