@@ -1,0 +1,129 @@
+"""Mistakes in loops: the engine, the runner, and the order in which cotangents are added."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_TESTS = "tests/torch/loops"
+
+LOOPS = (
+    Mutant(
+        "a state goes on in the graph of a tape that is over",
+        "torch/loops/engine.py",
+        "            self.runner.detach_state()\n            self._connected = False",
+        "            self._connected = False",
+        (f"{_TESTS}/test_corners.py", f"{_TESTS}/test_budget.py"),
+    ),
+    Mutant(
+        "gradients go to every start that needs one, reached or not",
+        "torch/loops/engine.py",
+        "zip(pullback.state, runner.given_flags, strict=False)",
+        "zip(pullback.state, runner.first_flags, strict=False)",
+        (f"{_TESTS}/test_training.py",),
+    ),
+    Mutant(
+        "a second backward goes on from where the first has ended",
+        "torch/loops/engine.py",
+        "                    self._resume(0, runner.begin)\n",
+        "",
+        (f"{_TESTS}/test_loops.py",),
+    ),
+    Mutant(
+        "a snapshot is let go when it is restored",
+        "torch/loops/engine.py",
+        "                self._resume(step, self._snapshots[step])",
+        "                self._resume(step, self._snapshots.pop(step))",
+        (f"{_TESTS}/test_loops.py",),
+    ),
+    Mutant(
+        "the last output has a gradient if any has",
+        "torch/loops/engine.py",
+        "bool(column) and column[-1][0] == self.runner.length - 1 for column",
+        "bool(column) for column",
+        (f"{_TESTS}/test_errors.py", f"{_TESTS}/test_corners.py"),
+    ),
+    Mutant(
+        "cotangents of outputs come before those of the final state",
+        "torch/loops/pullback.py",
+        "        self._enter_state(piece, roots, cotangents)\n        self._enter_outputs(piece, roots, cotangents)\n",
+        "        self._enter_outputs(piece, roots, cotangents)\n        self._enter_state(piece, roots, cotangents)\n",
+        (f"{_TESTS}/test_corners.py", f"{_TESTS}/test_bits.py"),
+    ),
+    Mutant(
+        "cotangents of a stack enter in the order of steps",
+        "torch/loops/pullback.py",
+        "                entries = sorted(entries, key=lambda entry: place(entry[0]))\n",
+        "                entries = sorted(entries, key=lambda entry: entry[0])\n",
+        (f"{_TESTS}/test_corners.py", f"{_TESTS}/test_bits.py"),
+    ),
+    Mutant(
+        "a tensor that is twice in the state has its gradient twice",
+        "torch/loops/pullback.py",
+        "arrived.pop(id(leaf), None)",
+        "arrived.get(id(leaf), None)",
+        (f"{_TESTS}/test_corners.py",),
+    ),
+    Mutant(
+        "a cotangent that has entered enters again",
+        "torch/loops/pullback.py",
+        "            if self._entered:\n",
+        "            if not self._entered:\n",
+        (f"{_TESTS}/test_corners.py", f"{_TESTS}/test_inputs.py"),
+    ),
+    Mutant(
+        "gradients of inputs are written in the order of steps",
+        "torch/loops/pullback.py",
+        "                buffer[place] = grad",
+        "                buffer[k] = grad",
+        (f"{_TESTS}/test_loops.py", f"{_TESTS}/test_bits.py"),
+    ),
+    Mutant(
+        "outputs in a state that is resumed are forgotten",
+        "torch/loops/runner.py",
+        "            self.shared.resumed(step, self.state())\n",
+        "            pass\n",
+        (f"{_TESTS}/test_corners.py",),
+    ),
+    Mutant(
+        "the cotangent of a running sum enters at the bare output",
+        "torch/loops/runner.py",
+        "edge_of(leaf.view_as(leaf) if in_order else leaf)",
+        "edge_of(leaf)",
+        (f"{_TESTS}/test_bits.py", f"{_TESTS}/test_loops.py"),
+    ),
+    Mutant(
+        "state that is changed in place is a leaf of its graph",
+        "torch/loops/runner.py",
+        "new.clone() if p else new for",
+        "new for",
+        (f"{_TESTS}/test_outside.py", f"{_TESTS}/test_bits.py"),
+    ),
+    Mutant(
+        "gradients that a step adds by itself count twice",
+        "torch/loops/runner.py",
+        "gradients_aside(self._graded)",
+        "gradients_aside(())",
+        (f"{_TESTS}/test_outside.py",),
+    ),
+    Mutant(
+        "reruns of a loop go on drawing",
+        "torch/loops/runner.py",
+        "self._draws = self.random.mark() is not self.random.start",
+        "self._draws = False",
+        (f"{_TESTS}/test_corners.py", f"{_TESTS}/test_bits.py"),
+    ),
+    Mutant(
+        "rows of a reversed loop come in rising order",
+        "torch/loops/inputs.py",
+        "return items if first <= last else reversed(items)",
+        "return items",
+        (f"{_TESTS}/test_inputs.py",),
+    ),
+    Mutant(
+        "a sum begins with its first output, which may be minus zero",
+        "torch/loops/outputs.py",
+        "return 0 + leaf.detach()",
+        "return leaf.detach()",
+        (f"{_TESTS}/test_inputs.py",),
+    ),
+)
