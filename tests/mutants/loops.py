@@ -8,13 +8,6 @@ _TESTS = "tests/torch/loops"
 
 LOOPS = (
     Mutant(
-        "a state goes on in the graph of a tape that is over",
-        "torch/loops/engine.py",
-        "            self.runner.detach_state()\n            self._connected = False",
-        "            self._connected = False",
-        (f"{_TESTS}/test_corners.py", f"{_TESTS}/test_budget.py"),
-    ),
-    Mutant(
         "gradients go to every start that needs one, reached or not",
         "torch/loops/engine.py",
         "zip(pullback.state, runner.given_flags, strict=False)",
