@@ -742,6 +742,22 @@ def test_9_also_for_nested_ones_and_outputs_kept_in_the_function() -> None:
     _dies_without_gc(run)
 
 
+def test_9_also_where_the_backward_asks_for_a_part_only() -> None:
+    def run(made: Log) -> None:
+        x, other = torch.rand(64) * drawn_leaf(64), drawn_leaf(64, seed=1)
+
+        def function(x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.sin().sin(), _keeping(made, other * 2)
+
+        made.append(StorageWeakRef(x.untyped_storage()))
+        y, unused = lt.checkpoint(function, x, other)
+        del x
+        y.sum().backward()
+        del y, unused, function
+
+    _dies_without_gc(run)
+
+
 def test_9_the_function_itself_is_let_go() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     gc.collect()
