@@ -19,7 +19,7 @@ CALLS = (
         _CALL,
         "        self._look_again(number - _LATE)\n",
         "        self._look_again(number + _LATE)\n",
-        (f"{_TESTS}/test_failures.py::test_slopes_drawn_inside_an_operation_repeat",),
+        (f"{_TESTS}/test_failures.py::test_statistics_that_are_no_buffers_are_updated_once",),
     ),
     Mutant(
         "a rerun ends before the noise that it saves is drawn",
@@ -40,14 +40,7 @@ CALLS = (
         _CALL,
         "for call in reversed(waiting):",
         "for call in waiting:",
-        (f"{_TESTS}/test_failures.py::test_nested_150_deep_within_pythons_own_limit",),
-    ),
-    Mutant(
-        "a call lacks its arguments only if all are gone",
-        _CALL,
-        "return not self.store or any(tensor is None for tensor in self.store[start:stop])",
-        "return not self.store",
-        (f"{_TESTS}/test_failures.py::test_nested_150_deep_within_pythons_own_limit", f"{_TESTS}/test_promises.py"),
+        (f"{_TESTS}/test_promises.py::test_5_nested_calls_are_rerun_once_each_from_the_outside_in",),
     ),
     Mutant(
         "other shapes are not told",

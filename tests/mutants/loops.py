@@ -71,13 +71,6 @@ LOOPS = (
         (f"{_TESTS}/test_order.py::test_outputs_that_are_the_final_state",),
     ),
     Mutant(
-        "outputs in a state that is resumed are forgotten",
-        "torch/loops/runner.py",
-        "            self.shared.resumed(step, self.state())\n",
-        "            pass\n",
-        (f"{_TESTS}/test_order.py",),
-    ),
-    Mutant(
         "the cotangent of a running sum enters at the bare output",
         "torch/loops/runner.py",
         "edge_of(leaf.view_as(leaf) if in_order else leaf)",

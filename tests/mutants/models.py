@@ -47,20 +47,20 @@ MODELS = (
         "torch/model/apply.py",
         '            forward.module.__dict__["forward"] = outermost\n',
         "",
-        (f"{_MODEL}/test_apply.py", f"{_MODEL}/test_surroundings.py"),
+        (f"{_MODEL}/test_apply.py::test_the_last_plan_counts",),
     ),
     Mutant(
         "a plan for a batch of one size refuses the others",
         "torch/model/forms.py",
         "LeanSize(form.tape, form.working, strict=False)",
         "LeanSize(form.tape, form.working, strict=True)",
-        (f"{_MODEL}/test_forms.py", f"{_MODEL}/test_apply.py"),
+        (f"{_MODEL}/test_forms.py::test_a_lean_tape_that_was_planned_for_smaller_arguments_keeps_more_and_says_so",),
     ),
     Mutant(
         "a lean rerun is not compared as asked",
         "torch/model/forms.py",
         "return checkpoint(_leanly, module, args, kwargs, way.lean, check_rerun=check_rerun)",
         "return checkpoint(_leanly, module, args, kwargs, way.lean)",
-        (f"{_MODEL}/test_forms.py", f"{_MODEL}/test_apply.py"),
+        (f"{_MODEL}/test_forms.py::test_reruns_of_either_form_are_compared_as_asked",),
     ),
 )

@@ -370,6 +370,16 @@ def test_5_one_rerun_and_only_when_needed() -> None:
     assert function.runs == 2
 
 
+def test_5_nested_calls_are_rerun_once_each_from_the_outside_in() -> None:
+    """In its first run, in the rerun of every call around it, and in its own."""
+    x = drawn_leaf(3)
+    inner = _Counted(lambda x: x.sin().exp().sin())
+    middle = _Counted(lambda x: lt.checkpoint(inner, x.cos()).exp().sin())
+    outer = _Counted(lambda x: lt.checkpoint(middle, x.cos()).exp().sin())
+    lt.checkpoint(outer, x).sum().backward()
+    assert (outer.runs, middle.runs, inner.runs) == (2, 3, 4)
+
+
 def test_5_what_saves_nothing_needs_no_rerun() -> None:
     x = drawn_leaf(3)
     function = _Counted(lambda x: x + 1 + x)

@@ -55,6 +55,21 @@ def test_numbers_that_differ_from_call_to_call(value: Callable[[int], Any]) -> N
     assert traced.count(True) <= 2
 
 
+def test_numbers_that_agree_at_first_and_differ_later() -> None:
+    x = drawn_leaf(5)
+
+    def function(x: torch.Tensor, number: float) -> torch.Tensor:
+        note()
+        return torch.exp(x.sin() * max(number, 3.0)) * x
+
+    def run(call: Function, number: int) -> Any:
+        y = call(function, x, float(number))
+        return [y, *torch.autograd.grad(y.sum(), x)]
+
+    both(run, calls=8)
+    assert traced.count(True) <= 2
+
+
 class _Counting(nn.Module):
     """Its numbers change with each call."""
 
@@ -343,7 +358,7 @@ def test_a_bound_that_nobody_follows_and_that_matters_for_one_element_of_many() 
     x.requires_grad_()
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        return torch.exp(torch.clamp(x, max=_limits.highest["x"]))
+        return torch.exp(torch.clamp(x, max=_limits.highest["x"])) * x.sin()
 
     for _limits.highest["x"] in (9.0, 9.0, 2.0, 1.0):
         outcomes = [torch.autograd.grad(call(function, x).square().sum(), x)[0] for call in (plainly, lt.lean)]
