@@ -179,6 +179,21 @@ def test_it_is_right_and_says_so_once(function: Function, first: int) -> None:
         assert receipt.receipt.kept_whole >= 3
 
 
+@pytest.mark.filterwarnings("ignore:.* did not save what it saved")
+def test_another_operation_with_results_of_the_same_form_is_told_by_its_node() -> None:
+    x = drawn_leaf(40)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin() if _hidden.scale > 1 else x.cos()
+        return y.square() * x
+
+    try:
+        for _hidden.scale in (2.0, 2.0, 0.5, 0.5, 2.0):
+            same(_outcome(lt.lean(function, x), [x]), _outcome(function(x), [x]))
+    finally:
+        _hidden.scale = 2.0
+
+
 def test_more_operations_after_those_of_the_trace() -> None:
     """The packs of the trace all fit; there are more of them."""
     x = drawn_leaf(40)
