@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dis
 BROWSERS := chromium chromium-browser google-chrome
 APT_GET := $(if $(filter 0,$(shell id -u)),,sudo -n )env DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help demo check test test-all lint types browser docs format bench clean
+.PHONY: help demo check test test-all mutants lint types browser docs format bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test: lint types browser  ## Lint, types and the tests, within minutes
 
 test-all: lint types browser  ## The same with the whole sweeps and soaks
 	$(PYTEST) --cov=lowtide --cov-report=term --cov-fail-under=100
+
+mutants: $(INSTALLED)  ## Run the tests of deliberately wrong variants of the library; fails if one is not caught
+	$(BIN)/python -m tests.mutants
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

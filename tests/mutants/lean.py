@@ -19,7 +19,7 @@ LEAN = (
         "torch/lean/trace.py",
         "if torch.Tag.nondeterministic_seeded in func.tags:",
         'if func.namespace == "":',
-        (f"{_TESTS}/test_bitmasks.py::test_masks_are_kept_as_bits", f"{_TESTS}/test_modules.py::test_training_and_evaluation"),
+        (f"{_TESTS}/test_bitmasks.py::test_masks_are_kept_as_bits",),
     ),
     Mutant(
         "a number read from a tensor is taken for one that stays",
@@ -33,7 +33,7 @@ LEAN = (
         "torch/lean/trace.py",
         "tensor.stride(), int(tensor.storage_offset()))",
         "tensor.stride(), 0)",
-        (f"{_TESTS}/test_arguments.py::test_rows_of_one_tensor_share_a_trace", f"{_TESTS}/test_programs.py::test_arguments_of_any_form"),
+        (f"{_TESTS}/test_memory.py::test_parts_of_a_value_are_read_where_they_lie",),
     ),
     Mutant(
         "numbers of Python's random generator are remembered",
@@ -54,7 +54,7 @@ LEAN = (
         "torch/lean/graph.py",
         "if op.time < value.changed or value.odd:",
         "if value.odd:",
-        (f"{_TESTS}/test_programs.py::test_inside_and_around_others",),
+        (f"{_TESTS}/test_memory.py::test_a_value_that_is_changed_after_it_was_read_is_read_no_more",),
     ),
     Mutant(
         "plus zero and minus zero are one number",
@@ -159,7 +159,7 @@ LEAN = (
         "torch/lean/call.py",
         "                variant.doubt.is_raised = True  # calls go another way from now on\n",
         "",
-        (f"{_TESTS}/test_failures.py::test_it_is_right_and_says_so_once",),
+        (f"{_TESTS}/test_failures.py::test_a_function_that_goes_another_way_from_now_on_is_traced_again",),
     ),
     Mutant(
         "arguments that share memory are like those that do not",
