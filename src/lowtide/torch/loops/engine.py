@@ -58,7 +58,7 @@ class Engine:
         runner = self.runner
         actions, self._pending = self._pending, None
         self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
-        since, growth = now(), first_look(*runner.hidden.roots)
+        since, effects = now(), first_look(*runner.hidden.roots, counts=False)
         with runner.rerunning():
             try:
                 if actions is None:  # a second backward through a retained graph plays everything again
@@ -71,8 +71,8 @@ class Engine:
                 self._pieces.clear()
                 self._pullback = None
         runner.refuse_collected(since)
-        if growth is not None:
-            growth.tell()
+        if effects is not None:
+            effects.tell()
         runner.end_progress()
         # The first tape may have been made when part of the state was not known yet, which then has no gradient there.
         starts = [g for g, flag in zip(pullback.state, runner.given_flags, strict=False) if flag]
