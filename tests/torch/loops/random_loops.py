@@ -94,6 +94,8 @@ def peaks(loop: RandomLoop, budget: int) -> tuple[int, int]:
         memory.restart_peak()
         poll.peak = poll.now
         grads = torch.autograd.grad(loss, loop.wanted, cotangent, allow_unused=True)
+        if loop.reduce == "mean":  # the gradients that come in are real tensors
+            outputs += measure.storage_bytes(_tensors(ys))
         held = outputs + measure.storage_bytes([g for g in grads if g is not None])
     return max(forward[0], memory.peak - held), max(forward[1], poll.peak - held)
 

@@ -250,6 +250,8 @@ class Engine:
     def _pull(self, start: int) -> None:
         assert self._pullback is not None
         self.runner.forget_carry()
+        if self._lookout is not None and self._lookout.uneven:
+            self.runner.forget_hidden()
         self._connected = False
         while self._pieces and self._pieces[-1].start >= start:
             piece = self._pieces.pop()

@@ -315,7 +315,7 @@ def _planned(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> En
     plan, goes_on = _first_plan(probed, knob, loop.inputs.length, look=False)
     if not goes_on:
         runner.rewind()
-    lookout = probed.lookout if goes_on and knob.budget is not None else None
+    lookout = None if knob.budget is None else probed.lookout
     return Engine(runner, plan.actions, probed.ahead if goes_on else [], lookout)
 
 

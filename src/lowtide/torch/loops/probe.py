@@ -143,16 +143,17 @@ def probe(
             piece = None
             piece, seen = _rehearse(runner, ahead, meter, keep=keep)
         measured, lookout = None, None
+        spare = 0 if keep else sum(step.tape for step in seen)
         if meter is not None:
-            spare = 0 if keep else sum(step.tape for step in seen)
             if pulls and piece is not None:
                 seen[-1] = _pulled(runner, meter, piece, seen[-1], keep=keep)
                 if not keep:  # that pull has used up the last step's tape
                     ahead[-1] = (ahead[-1][0], None)
             del piece
             lookout = Lookout(runner, meter, seen, budget, times=times)
-            measured = replace(lookout.equal(seen[-1], runner.length), keeps_from=keeps_from, spare=spare)
     runner.end_learning()
+    if lookout is not None:
+        measured = replace(lookout.equal(seen[-1], runner.length), keeps_from=keeps_from, spare=spare)
     return Probed(measured, ahead, lookout)
 
 
@@ -247,8 +248,9 @@ class Meter:
         self._room = 0  # the most that a step has needed while it ran, and no longer afterwards
         self._old: set[int] = set()  # storages alive before it
         self._new: set[int] = set()  # storages that it made
-        self.left = 0  # bytes that the step before made and that lived until this one, as by a hook that keeps the last
-        self.unpacked = 0  # of those, what the tape of the step before did not hold
+        # Bytes that the step before made and that its tape did not hold, but that lived until this one, as where a hook
+        # keeps the last activations.
+        self.unpacked = 0
 
     def seeing(self) -> AbstractContextManager[None]:
         """Count what is made inside."""
@@ -270,9 +272,7 @@ class Meter:
         alive = memory.alive()
         self._new = alive - self._old
         self.made = memory.bytes_of(self._new)
-        left = earlier.keys() - alive
-        self.left = sum(earlier[key] for key in left)
-        self.unpacked = sum(earlier[key] for key in left - packed)
+        self.unpacked = sum(earlier[key] for key in earlier.keys() - alive - packed)
         # A hook that keeps the last activations lets go of older ones meanwhile. In a stretch their tape holds them.
         self.taped = memory.peak - memory.bytes_of(self._old & alive)
         self._room = max(self._room, memory.peak - memory.now)
@@ -357,9 +357,8 @@ class _StepBytes:
     drawn: int  # random states, which no tape holds
     cotangent: int  # gradients of the state after it
     taped: int  # most at once while it was taped
-    start: int  # what is held throughout: hidden state before the first step, random states, what is left behind
-    left: int  # what steps leave behind beside their state, as a hook does that keeps the last activations
-    unpacked: int  # of that, what no tape holds
+    start: int  # what is held throughout: hidden state before the first step, random states
+    unpacked: int  # what is left behind beside the state and held by no tape, which the plain loop holds too
     seconds: float  # of its forward
     held: int = 0  # most bytes at once while it was measured, if that was looked at
     pulled: int = 0  # what pulling it back took in all, 0 if that was not tried
@@ -412,7 +411,7 @@ def _step_bytes(
     # Of the state, the tape holds what came in or what goes out; along a stretch that is the same tensor.
     pairs = [(meter.keeps(old), meter.keeps(new), new) for old, new in _pairs(before, after)]
     saved = meter.saved(new, outputs)
-    left, unpacked = (meter.left, meter.unpacked) if like is None else (like.left, like.unpacked)
+    unpacked = meter.unpacked if like is None else like.unpacked
     drawn = _random_bytes(runner.random.mark(), runner.random.start)
     # A running sum is added to out of place, while the output is there.
     adding = storage_bytes(outputs) if runner.outputs.in_step_order else 0
@@ -427,8 +426,7 @@ def _step_bytes(
         cotangent=storage_bytes([leaf for leaf, flag in zip(after, runner.profile.state, strict=False) if flag]),
         taped=max(meter.taped, meter.made + adding),
         # Of the generators, the latest states and those of before the backward; those at the start are a snapshot's.
-        start=storage_bytes(_tensors(runner.begin.hidden.leaves())) + runner.hidden.copied_bytes() + left + 2 * drawn,
-        left=left,
+        start=storage_bytes(_tensors(runner.begin.hidden.leaves())) + runner.hidden.copied_bytes() + 2 * drawn,
         unpacked=unpacked,
         seconds=meter.forward,
         backward=2 * meter.forward,
@@ -498,7 +496,7 @@ def _zeros_for(leaf: Any, shape: Callable[[torch.Tensor], tuple[int, ...]] | Non
 # --- steps that are not alike
 
 
-_NOTHING = _StepBytes(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+_NOTHING = _StepBytes(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 _BYTES = tuple(each.name for each in fields(_StepBytes) if each.name not in ("seconds", "backward"))
 
 
@@ -522,6 +520,7 @@ class Lookout:
         self._odd = any(map(self._differs, seen[1:])) or seen[0].is_beyond(self._step, seen[0].start)
         self._budget = budget
         self._times = times
+        self.uneven = False  # whether steps were found not to be alike, and are planned so
 
     # --- while the first sweep runs
 
@@ -614,6 +613,7 @@ class Lookout:
         return self._costs(Chain((several,), length, ways=ways), [step])
 
     def _unequal(self, steps: list[_StepBytes]) -> ProbedCosts:
+        self.uneven = True
         before = [steps[0], *steps]  # the state before a step has the gradient of that after the one before
         costs = [self._cost(step, step.before, old, several=True) for step, old in zip(steps, before, strict=False)]
         return self._costs(Chain.of(costs), steps)
@@ -629,6 +629,8 @@ class Lookout:
     def _cost(self, step: _StepBytes, state: int, earlier: _StepBytes, *, several: bool) -> StepCost:
         """What a planner has to know of a step that starts from a state of so many bytes."""
         largest = max((t.nbytes for t in self._runner.captured.targets), default=0)
+        if self._runner.proof.compares_graphs:  # steps are taped one by one, and each tape has its own start
+            step = replace(step, kept_state=step.state - step.drawn)
         return StepCost(
             max(state, 1),
             step.tape,

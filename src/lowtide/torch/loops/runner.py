@@ -158,6 +158,10 @@ class StepRunner:
         """There is no current state: the next is one that is resumed."""
         self.leaves, self.carry = [], None
 
+    def forget_hidden(self) -> None:
+        """Let modules hold the state of the beginning, so that another, which may be larger, can be freed."""
+        self.hidden.write(self.begin.hidden)
+
     def _set_carry(self, leaves: list[Any]) -> None:
         self.leaves = leaves
         self.carry = self.stepper.form.unflatten(leaves)
