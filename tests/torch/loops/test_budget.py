@@ -45,8 +45,11 @@ def _deep(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
 
 
 def _dropped(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
-    """Snapshots hold the random generator's state too: 5 KB, so the state is not so small that it is all there is."""
-    width, batch = width + 40, batch + 20
+    """Snapshots hold the random generator's state too, and two more are held beside them: 5 KB each.
+
+    The state is not so small that it is all there is.
+    """
+    width, batch = width + 80, batch + 40
     w = torch.randn(width, width, requires_grad=True)
     drop = nn.Dropout(0.5)
     return lambda h, x: (torch.tanh(drop(h) @ w), h[:, :1]), torch.zeros(batch, width), [w]

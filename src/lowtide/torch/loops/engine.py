@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
+from lowtide.torch.loops.probe import Lookout, Unlike
 from lowtide.torch.loops.pullback import Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
@@ -29,12 +31,20 @@ class Engine:
     """A loop's snapshots and tapes, from its first step to the end of its backward.
 
     `ahead` are its first steps, which the runner has already run; they are played by using their states and tapes.
+    Within a budget, `lookout` says what to do if steps turn out not to be alike.
     """
 
-    def __init__(self, runner: StepRunner, actions: Callable[[], Iterator[Action]], ahead: list[Ahead]) -> None:
+    def __init__(
+        self,
+        runner: StepRunner,
+        actions: Callable[[], Iterator[Action]],
+        ahead: list[Ahead],
+        lookout: Lookout | None = None,
+    ) -> None:
         self.runner = runner
         self.ahead = ahead
         self._actions = actions
+        self._lookout = lookout
         self._pending: Iterator[Action] | None = None  # the actions that are left for the backward
         self._snapshots: dict[int, Snapshot] = {}  # by step
         self._pieces: list[Piece] = []  # tapes that wait for their backward, end to end
@@ -43,15 +53,33 @@ class Engine:
 
     def sweep(self) -> list[Any]:
         """Play up to the first Backward or Restore; the leaves of the final state."""
-        actions = self._actions()
         with self.runner.ambient.uncached():
+            while not self._swept(self._actions()):
+                self._plan_again()
+        waiting = [snapshot for snapshot, _ in self.ahead]
+        return self.runner.end_first_runs([*self._snapshots.values(), *waiting])
+
+    def _swept(self, actions: Iterator[Action]) -> bool:
+        """Whether the actions could be played up to the first Backward or Restore: steps are as the plan takes them."""
+        try:
             for action in actions:
                 if isinstance(action, Backward | Restore):
                     self._pending = chain([action], actions)
                     break
                 self._play(action)
-        waiting = [snapshot for snapshot, _ in self.ahead]
-        return self.runner.end_first_runs([*self._snapshots.values(), *waiting])
+        except Unlike:  # nothing is done here, because what the error refers to lives as long as it is handled
+            return False
+        return True
+
+    def _plan_again(self) -> None:
+        """Give up what is held, and plan the whole loop by what its steps are measured to cost."""
+        assert self._lookout is not None
+        self.ahead.clear()
+        self._snapshots.clear()
+        self._pieces.clear()
+        self._connected = False
+        self._actions = self._lookout.plan_again(self.runner.length).actions
+        self.runner.rewind()
 
     def backward(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Play the rest; the gradients of the differentiable start, then of the inputs, then of captured tensors."""
@@ -117,7 +145,12 @@ class Engine:
     def _run(self, run: Callable[[int, int], None], start: int, stop: int) -> None:
         """Run steps. That an iterator or a list has come to its end by the time of a rerun is said to be that."""
         try:
-            run(start, stop)
+            if start < (middle := min(stop, self.runner.already)):
+                with self.runner.repeating():
+                    run(start, middle)
+                start = middle
+            if start < stop:
+                run(start, stop)
         except (StopIteration, LookupError) as error:
             if self._pullback is None:
                 raise
@@ -128,9 +161,25 @@ class Engine:
         while self.ahead and start < stop:
             self.ahead.pop(0)
             start += 1
-        if start < stop:
+        while start < stop and self._looks_at(start):
             self._disconnect()
+            self._watched(start)
+            start += 1
+        self._disconnect()
+        if start < stop:
             self.runner.advance(start, stop)
+
+    def _looks_at(self, k: int) -> bool:
+        return self._lookout is not None and self._lookout.looks_at(k)
+
+    def _watched(self, k: int, onto: Piece | None = None) -> Piece:
+        """The tape of step k, which is measured meanwhile."""
+        assert self._lookout is not None
+        piece = self._lookout.watch(k, partial(self.runner.tape, k, k + 1, put=False, onto=onto))
+        self.runner.put_last(k)
+        self.runner.check_tape(k + 1)
+        self._connected = True
+        return piece
 
     def _snapshot(self) -> Snapshot:
         if self.ahead:
@@ -157,16 +206,25 @@ class Engine:
             self._pieces.append(piece)
             recording.count(taping=1)
             start += 1
+        while start < stop and self._looks_at(start):
+            self._pieces.append(self._watched(start, self._last_piece()))
+            recording.count(taping=1)
+            start += 1
         if start < stop:
             if self.runner.proof.compares_graphs:
                 self._pieces += [self.runner.tape(k, k + 1) for k in range(start, stop)]
             else:
-                # A tape that continues another one is the same piece: the state between them needs no root.
-                onto = self._pieces.pop() if self._connected else None
-                self._pieces.append(self.runner.tape(start, stop, onto=onto))
+                self._pieces.append(self.runner.tape(start, stop, onto=self._last_piece()))
             recording.count(taping=stop - start)
             self.runner.check_tape(stop)
             self._connected = True
+
+    def _last_piece(self) -> Piece | None:
+        """The piece to be made longer by the next tape: one that continues another is the same piece.
+
+        The state between them then needs no root.
+        """
+        return self._pieces.pop() if self._connected and not self.runner.proof.compares_graphs else None
 
     def _tape_ahead_again(self, start: int, stop: int) -> int:
         """Run steps that were run ahead, but whose tapes were not all kept, once more to tape them; where they end.
@@ -192,6 +250,8 @@ class Engine:
     def _pull(self, start: int) -> None:
         assert self._pullback is not None
         self.runner.forget_carry()
+        if self._lookout is not None and self._lookout.uneven:
+            self.runner.forget_hidden()
         self._connected = False
         while self._pieces and self._pieces[-1].start >= start:
             piece = self._pieces.pop()

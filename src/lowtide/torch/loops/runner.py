@@ -8,7 +8,7 @@ the state, and what steps close over, is learned from the first steps, which `pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,9 +147,20 @@ class StepRunner:
         self._set_carry(self.begin.leaves)
         self.last_output = []
 
+    def rewind(self) -> None:
+        """Make the state before step 0 the current one."""
+        if self._first_runs:
+            self.restart()
+        else:
+            self.resume(0, self.begin)
+
     def forget_carry(self) -> None:
         """There is no current state: the next is one that is resumed."""
         self.leaves, self.carry = [], None
+
+    def forget_hidden(self) -> None:
+        """Let modules hold the state of the beginning, so that another, which may be larger, can be freed."""
+        self.hidden.write(self.begin.hidden)
 
     def _set_carry(self, leaves: list[Any]) -> None:
         self.leaves = leaves
@@ -412,19 +423,19 @@ class StepRunner:
 
     def _put(self, k: int, outputs: list[Any]) -> None:
         """Hand over the output of step k's first run; one that was handed over before is let go."""
+        self.proof.output(k, outputs)
         if k >= self._put_already:
             self._put_already = k + 1
             self.outputs.put(k, self.inputs.place(k), outputs)
-            self.proof.output(k, outputs)
             if self.progress is not None:
                 self.progress.update(1)
 
     def _take(self, k: int, y: Any) -> None:
         """`_put` for the output of a step that ran without grad."""
+        self.proof.output(k, [y] if self.outputs.is_tensor else self.outputs.leaves(k, y))
         if k >= self._put_already:
             self._put_already = k + 1
             self.outputs.take(k, self.inputs.place(k), y)
-            self.proof.output(k, [y] if self.outputs.is_tensor else self.outputs.leaves(k, y))
             if self.progress is not None:
                 self.progress.update(1)
 
@@ -457,6 +468,15 @@ class StepRunner:
         """Inside, steps know that they are run again, and gradients that they add by themselves do not count twice."""
         with gradients_aside(self._graded), recording.recomputing():
             yield
+
+    @property
+    def already(self) -> int:
+        """How many steps have run although the first sweep is not over; those that it runs after a change of plan."""
+        return self._put_already if self._first_runs else 0
+
+    def again(self, k: int) -> AbstractContextManager[None]:
+        """A context for step k, which knows that it is run again if it is."""
+        return self.repeating() if k < self.already else nullcontext()
 
     def refuse_changed(self) -> None:
         """Refuse a loop in which a captured tensor was changed."""
