@@ -177,3 +177,13 @@ def test_without_a_curve_there_is_none() -> None:
     with lt.measure.peak() as memory:
         torch.ones(3)
     assert memory.curve_beyond() == ()
+
+
+def test_what_is_left_out_is_so_after_it_has_grown() -> None:
+    with lt.measure.peak() as memory:
+        result = torch.empty(100)
+        memory.leave_out(result)
+        result.resize_(1000)
+        other = torch.empty(10)
+        assert memory.beyond(living=True) == 40
+    assert result.numel() + other.numel() == 1010
