@@ -327,7 +327,7 @@ def _plain_again(runner: StepRunner, given: list[torch.Tensor]) -> list[Any]:
         runner.hidden.write(runner.begin.hidden)
         runner.hidden.replace(start[count:])
         runner.random.restore(runner.begin.random)
-        carry = stepper.form.unflatten(start[:count])
+        carry = stepper.first.form.unflatten(start[:count])
         for k, x in enumerate(rows):
             carry, y = stepper.call(k, carry, x)
             outputs.keep(k, runner.inputs.place(k), y)

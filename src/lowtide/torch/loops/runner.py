@@ -41,6 +41,7 @@ from lowtide.torch.state.capture import (
 from lowtide.torch.state.generators import Mark, Randomness
 from lowtide.torch.state.hidden import Hidden, HiddenState
 from lowtide.torch.state.surroundings import Look, Things, collected, moved, warn_of_moved
+from lowtide.torch.state.trees import TreeForm
 
 
 @dataclass(slots=True)
@@ -106,7 +107,8 @@ class StepRunner:
 
         # The current state; a part of it is in the modules themselves.
         self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in stepper.init]
-        self.carry = stepper.form.unflatten(self.leaves)
+        self._form = stepper.first.form  # of the current carry
+        self.carry = self._form.unflatten(self.leaves)
         self.last_output: list[Any] = []  # of the step that was taped last
         self.begin = Snapshot(self.leaves, HiddenState(), randomness.start)
 
@@ -133,7 +135,7 @@ class StepRunner:
 
     def resume(self, step: int, snapshot: Snapshot) -> None:
         """Make the state at `step` the current one."""
-        self._set_carry(snapshot.leaves)
+        self._set_carry(snapshot.leaves, self.stepper.before(step).form)
         self.hidden.write(snapshot.hidden)
         if step and self.shared.stays:
             self.shared.resumed(step, self.state())
@@ -144,16 +146,23 @@ class StepRunner:
         """Put everything back to where the loop began."""
         self.hidden.undo()
         self.random.restore(self.random.start)
-        self._set_carry(self.begin.leaves)
+        self._set_carry(self.begin.leaves, self.stepper.first.form)
         self.last_output = []
 
     def forget_carry(self) -> None:
         """There is no current state: the next is one that is resumed."""
         self.leaves, self.carry = [], None
 
-    def _set_carry(self, leaves: list[Any]) -> None:
+    def _set_carry(self, leaves: list[Any], form: TreeForm | None = None) -> None:
+        """Replace the current carry; by default by one of the same form."""
         self.leaves = leaves
-        self.carry = self.stepper.form.unflatten(leaves)
+        self._form = form or self._form
+        self.carry = self._form.unflatten(leaves)
+
+    def _arrive(self, k: int, carry: Any) -> None:
+        """Step k has returned a carry, which is the current one now."""
+        self.carry, self.leaves = carry, self.stepper.leaves(k, carry)
+        self._form = self.stepper.later.form
 
     def detach_state(self) -> None:
         """Cut the current state off the graph that made it."""
@@ -210,7 +219,7 @@ class StepRunner:
     def run_plainly(self, start: int, stop: int) -> list[Any]:
         """Run steps [start, stop) without grad; returns the leaves of the last one's output."""
         f, carry, always, stays = self.stepper.f, self.carry, self.proof.always, self.shared.stays
-        watch = self.stepper.watching(self.leaves) if self._first_runs else None
+        watch = self.stepper.watching(start, self.leaves) if self._first_runs else None
         k, take = start, self._take if self._first_runs else None
         try:
             with torch.no_grad():
@@ -230,7 +239,7 @@ class StepRunner:
             self._find_bad_carry(carry)  # was it because of what the step before returned?
             raise
         self._find_bad_carry(carry)
-        self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
+        self._arrive(stop - 1, carry)
         outputs = self.outputs.leaves(stop - 1, y)
         self.shared.note(stop, self.state(), outputs)
         return outputs
@@ -248,6 +257,7 @@ class StepRunner:
     def run_carefully(self, k: int, x: Any) -> Any:
         """Run step k with every check, in the grad mode that is on; returns its output."""
         self.carry, self.leaves, y = self.stepper.run(k, self.carry, self.leaves, x)
+        self._form = self.stepper.later.form
         return y
 
     def _find_bad_carry(self, carry: Any) -> None:
@@ -304,7 +314,7 @@ class StepRunner:
                     self._check_graph(piece, k, carry, y, ends, began)
                     counts.add(mark - began)
                 k += 1
-            self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
+            self._arrive(stop - 1, carry)
         self._end_piece(piece, stop, y)
         return piece
 
@@ -353,7 +363,7 @@ class StepRunner:
         """What is done with the carry and the output of each step of a piece, where more is wanted than edges."""
         outputs, in_order, stays = self.outputs, self.outputs.in_step_order, self.shared.stays
         checks = self.proof.always and not self._learning  # not before it is known what the state consists of
-        watch = self.stepper.watching(self.leaves) if put else None
+        watch = self.stepper.watching(piece.stop, self.leaves) if put else None
 
         def note(k: int, carry: Any, y: Any) -> None:
             if watch is not None:
@@ -664,10 +674,10 @@ class StepRunner:
 
     def finish(self, finals: list[Any]) -> Any:
         """Leave the final hidden state in the modules, and forget how the loop began; returns the final carry."""
-        count = len(self.stepper.init)
+        form = self.stepper.later.form
         self.hidden.forget_start()
-        self.hidden.finish(finals[count:])
-        return self.stepper.form.unflatten(finals[:count])
+        self.hidden.finish(finals[form.size :])
+        return form.unflatten(finals[: form.size])
 
 
 def _picks_kernels_by_grad(module: nn.Module) -> bool:
