@@ -208,11 +208,13 @@ def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
     tensors = [*runner.start_tensors(), *runner.inputs.differentiable, *runner.captured.tensors]
     box: list[Any] = []
     since, kept, token = now(), _Lasting(engine), torch.empty(0, device="cpu")
-    results = iter(_Loop.apply(kept, box, token, *tensors))  # type: ignore[no-untyped-call]  # torch's own
+    results = _Loop.apply(kept, box, token, *tensors)  # type: ignore[no-untyped-call]  # torch's own
     saved = weakref.ref(token)
     del token
     kept.as_long_as(saved())
-    merged = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in box]
+    # What was one tensor in several places is one tensor there again.
+    made = dict(zip(_tensors_by_id(box), results, strict=True))
+    merged = [made.get(id(leaf), leaf) for leaf in box]
     runner.refuse_changed()
     runner.refuse_collected(since)
     count = len(runner.profile.outputs)
@@ -256,10 +258,10 @@ class _Loop(torch.autograd.Function):
         engine = kept.engine
         assert engine is not None
         finals = engine.sweep()
-        results = [*engine.runner.outputs.results(), *finals]
+        results = [*engine.runner.results(finals), *finals]
         flags = engine.result_flags()
         ctx.kept = kept
-        ctx.tensor_places = [k for k, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
+        ctx.tensor_places = list(_tensors_by_id(results).values())
         ctx.total = len(results)
         ctx.save_for_backward(token, *tensors)
         ctx.set_materialize_grads(False)
@@ -267,7 +269,7 @@ class _Loop(torch.autograd.Function):
         ctx.mark_non_differentiable(*plain)
         recording.leave_out(results)
         box += results
-        return tuple(leaf for leaf in results if isinstance(leaf, torch.Tensor))
+        return tuple(results[place] for place in ctx.tensor_places)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -284,6 +286,15 @@ class _Loop(torch.autograd.Function):
         found = engine.backward(placed)
         recording.leave_out(found)
         return (None, None, None, *found)
+
+
+def _tensors_by_id(leaves: list[Any]) -> dict[int, int]:
+    """The place of each tensor, the first one if it has several, by identity."""
+    places: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            places.setdefault(id(leaf), place)
+    return places
 
 
 def _differentiable(

@@ -169,8 +169,10 @@ class StepRunner:
         before = self.state() if self.shared.stays else []
         # A tensor that sits in several places stays one tensor.
         detached = {id(leaf): leaf.detach() for leaf in self.leaves if isinstance(leaf, torch.Tensor)}
+        hidden = self.hidden.leaves()
+        detached |= {id(leaf): leaf.detach() for leaf in hidden if has_gradient(leaf) and id(leaf) not in detached}
         self._set_carry([detached.get(id(leaf), leaf) for leaf in self.leaves])
-        self.hidden.replace([leaf.detach() if has_gradient(leaf) else leaf for leaf in self.hidden.leaves()])
+        self.hidden.replace([detached.get(id(leaf), leaf) for leaf in hidden])
         if self.shared.stays:
             self.shared.moved(before, self.state())
 
@@ -453,7 +455,17 @@ class StepRunner:
         self._look = {}
         finals = self.state()
         self.forget_carry()
-        return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in finals]
+        detached = {id(leaf): leaf.detach() for leaf in finals if isinstance(leaf, torch.Tensor)}
+        return [detached.get(id(leaf), leaf) for leaf in finals]
+
+    def results(self, finals: list[Any]) -> list[Any]:
+        """The results of outputs; where the last output is all that counts and part of the final state, it is that."""
+        results = self.outputs.results()
+        if self.outputs.only_last:
+            for entry in reversed(self.shared.at(self.length)):
+                if entry.step == self.length - 1:
+                    results[entry.leaf] = finals[entry.position]
+        return results
 
     @contextmanager
     def rerunning(self) -> Iterator[None]:
