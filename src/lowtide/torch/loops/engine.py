@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
-from lowtide.torch.loops.pullback import Piece, Pullback
+from lowtide.torch.loops.pullback import LateGradient, Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.state.capture import now
@@ -57,19 +57,13 @@ class Engine:
         """Play the rest; the gradients of the differentiable start, then of the inputs, then of captured tensors."""
         runner = self.runner
         actions, self._pending = self._pending, None
-        self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
         since, growth = now(), first_look(*runner.hidden.roots)
         with runner.rerunning():
             try:
-                if actions is None:  # a second backward through a retained graph plays everything again
-                    self._resume(0, runner.begin)
-                    actions = self._actions()
-                for action in actions:
-                    self._play(action)
-            finally:
-                self._snapshots.clear()
-                self._pieces.clear()
-                self._pullback = None
+                pullback = self._play_backward(grads, actions)
+            except LateGradient:
+                runner.let_all_flow()
+                pullback = self._play_backward(grads, None)
         runner.refuse_collected(since)
         if growth is not None:
             growth.tell()
@@ -77,6 +71,22 @@ class Engine:
         # The first tape may have been made when part of the state was not known yet, which then has no gradient there.
         starts = [g for g, flag in zip(pullback.state, runner.given_flags, strict=False) if flag]
         return [*starts, *pullback.xs(), *pullback.captured]
+
+    def _play_backward(self, grads: list[torch.Tensor | None], actions: Iterator[Action] | None) -> Pullback:
+        """Play these actions, or all of them once more; what they pulled back."""
+        runner = self.runner
+        self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
+        try:
+            if actions is None:
+                self._resume(0, runner.begin)
+                actions = self._actions()
+            for action in actions:
+                self._play(action)
+        finally:
+            self._snapshots.clear()
+            self._pieces.clear()
+            self._pullback = None
+        return pullback
 
     def end_at(self, length: int, actions: Callable[[], Iterator[Action]]) -> None:
         """Set the length of a loop that turns out to end after `length` steps; `actions` play all of it once more."""

@@ -94,6 +94,7 @@ class StepRunner:
         self.profile = Profile([], [])
         self._flows_by_name: dict[str, bool] = {}  # by the names of positions, as in `profile`
         self._form_varies = False  # whether hidden state had different numbers of tensors
+        self._flow_anywhere = False  # whether gradients may flow through parts of the state where none were seen to
         self.first_flags: list[bool] = []  # which positions of the state before step 0 have a gradient
         self.given_flags: list[bool] = []  # and through which of them it flows on
         self.shared = Shared()
@@ -115,6 +116,7 @@ class StepRunner:
         self._since = now()  # nodes of graphs from here on are the steps' own
         self._first_runs = True  # until the first sweep is over
         self._put_already = 0  # outputs of steps below this have been handed over
+        self._lowest_pulled = self.length  # steps from here on have been pulled back
         self._draws = False  # whether first runs drew random numbers
 
     # --- the current state
@@ -198,12 +200,16 @@ class StepRunner:
     def _root_flags(self, k: int, positions: int) -> list[bool]:
         """For each position of the state before step k, whether gradients may flow through it."""
         flags = self.first_flags if k == 0 else self.profile.state
-        if len(flags) == positions and not (k and self._form_varies):
+        flow_anywhere = k > 0 and self._flow_anywhere
+        if len(flags) == positions and not (k and self._form_varies) and not flow_anywhere:
             return flags
         # Hidden state of another form than usual: what one tensor in a slot was seen to have, all have.
         hidden, count = self.hidden, len(self.leaves)
         rows = zip(hidden.names(), hidden.in_place(), strict=True)
-        return flags[:count] + [self._flows_by_name.get(name, not in_place) for name, in_place in rows]
+        by_name = [(self._flows_by_name.get(name), not in_place) for name, in_place in rows]
+        if flow_anywhere:
+            return [True] * count + [bool(flows) or default for flows, default in by_name]
+        return flags[:count] + [default if flows is None else flows for flows, default in by_name]
 
     # --- running steps without tape
 
@@ -222,7 +228,7 @@ class StepRunner:
         """Run steps [start, stop) without grad; returns the leaves of the last one's output."""
         f, carry, always, stays = self.stepper.f, self.carry, self.proof.always, self.shared.stays
         watch = self.stepper.watching(start, self.leaves) if self._first_runs else None
-        k, take = start, self._take if self._first_runs else None
+        k, take, ran = start, self._take if self._first_runs else None, 0
         try:
             with torch.no_grad():
                 for x in self.inputs.rows(start, stop):
@@ -236,15 +242,25 @@ class StepRunner:
                     if always:
                         self.leaves = self.stepper.leaves(k, carry)
                         self._note_state(k + 1)
-                    k += 1
+                    k, ran = k + 1, ran + 1
+                    # Now and then, for a look takes about as long as a small step.
+                    if take is not None and not ran & (ran - 1) and self._has_graph(k - 1, carry):
+                        break
         except Exception:
             self._find_bad_carry(carry)  # was it because of what the step before returned?
             raise
         self._find_bad_carry(carry)
-        self._arrive(stop - 1, carry)
-        outputs = self.outputs.leaves(stop - 1, y)
-        self.shared.note(stop, self.state(), outputs)
-        return outputs
+        self._arrive(k - 1, carry)
+        outputs = self.outputs.leaves(k - 1, y)
+        self.shared.note(k, self.state(), outputs)
+        if self._first_runs and self._has_graph(k - 1, carry):  # the step turns grad on by itself
+            self.tape_always()
+            self.detach_state()
+        return outputs if k == stop else self._run_dropping_tapes(k, stop)
+
+    def _has_graph(self, k: int, carry: Any) -> bool:
+        """Whether the state after step k, which ran without grad, has a graph nevertheless."""
+        return any(map(has_gradient, (*self.stepper.leaves(k, carry), *self.hidden.leaves())))
 
     def _run_dropping_tapes(self, start: int, stop: int) -> list[Any]:
         """The same for steps that need grad, or whose graphs are compared: with tapes, which are dropped at once."""
@@ -514,8 +530,9 @@ class StepRunner:
         self.shared.forget(piece.stop)
         count = piece.stop - piece.start
         recording.count(backward=count)
-        if self.progress is not None:
-            self.progress.update(count)
+        if self.progress is not None and piece.start < self._lowest_pulled:  # a backward may begin again
+            self.progress.update(self._lowest_pulled - piece.start)
+            self._lowest_pulled = piece.start
 
     # --- learning from the first steps
 
@@ -675,6 +692,10 @@ class StepRunner:
     def tape_always(self) -> None:
         """Run steps with grad from here on, even where no tape is kept."""
         self._tapes_always = True
+
+    def let_all_flow(self) -> None:
+        """Gradients flow through parts of the state where the first steps had none: look for them in all parts."""
+        self._flow_anywhere = True
 
     def end_at(self, length: int) -> None:
         """The loop turns out to end after `length` steps."""
