@@ -20,7 +20,7 @@ import torch
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
 from lowtide.torch.loops.probe import Lookout, Unlike
-from lowtide.torch.loops.pullback import Piece, Pullback
+from lowtide.torch.loops.pullback import LateGradient, Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.state.capture import now
@@ -85,19 +85,13 @@ class Engine:
         """Play the rest; the gradients of the differentiable start, then of the inputs, then of captured tensors."""
         runner = self.runner
         actions, self._pending = self._pending, None
-        self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
         since, effects = now(), first_look(*runner.hidden.roots, counts=False)
         with runner.rerunning():
             try:
-                if actions is None:  # a second backward through a retained graph plays everything again
-                    self._resume(0, runner.begin)
-                    actions = self._actions()
-                for action in actions:
-                    self._play(action)
-            finally:
-                self._snapshots.clear()
-                self._pieces.clear()
-                self._pullback = None
+                pullback = self._play_backward(grads, actions)
+            except LateGradient:
+                runner.let_all_flow()
+                pullback = self._play_backward(grads, None)
         runner.refuse_collected(since)
         if effects is not None:
             effects.tell()
@@ -105,6 +99,22 @@ class Engine:
         # The first tape may have been made when part of the state was not known yet, which then has no gradient there.
         starts = [g for g, flag in zip(pullback.state, runner.given_flags, strict=False) if flag]
         return [*starts, *pullback.xs(), *pullback.captured]
+
+    def _play_backward(self, grads: list[torch.Tensor | None], actions: Iterator[Action] | None) -> Pullback:
+        """Play these actions, or all of them once more; what they pulled back."""
+        runner = self.runner
+        self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
+        try:
+            if actions is None:
+                self._resume(0, runner.begin)
+                actions = self._actions()
+            for action in actions:
+                self._play(action)
+        finally:
+            self._snapshots.clear()
+            self._pieces.clear()
+            self._pullback = None
+        return pullback
 
     def end_at(self, length: int, actions: Callable[[], Iterator[Action]]) -> None:
         """Set the length of a loop that turns out to end after `length` steps; `actions` play all of it once more."""
@@ -268,11 +278,13 @@ def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
     tensors = [*runner.start_tensors(), *runner.inputs.differentiable, *runner.captured.tensors]
     box: list[Any] = []
     since, kept, token = now(), _Lasting(engine), torch.empty(0, device="cpu")
-    results = iter(_Loop.apply(kept, box, token, *tensors))  # type: ignore[no-untyped-call]  # torch's own
+    results = _Loop.apply(kept, box, token, *tensors)  # type: ignore[no-untyped-call]  # torch's own
     saved = weakref.ref(token)
     del token
     kept.as_long_as(saved())
-    merged = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in box]
+    # What was one tensor in several places is one tensor there again.
+    made = dict(zip(_tensors_by_id(box), results, strict=True))
+    merged = [made.get(id(leaf), leaf) for leaf in box]
     runner.refuse_changed()
     runner.refuse_collected(since)
     count = len(runner.profile.outputs)
@@ -316,10 +328,10 @@ class _Loop(torch.autograd.Function):
         engine = kept.engine
         assert engine is not None
         finals = engine.sweep()
-        results = [*engine.runner.outputs.results(), *finals]
+        results = [*engine.runner.results(finals), *finals]
         flags = engine.result_flags()
         ctx.kept = kept
-        ctx.tensor_places = [k for k, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
+        ctx.tensor_places = list(_tensors_by_id(results).values())
         ctx.total = len(results)
         ctx.save_for_backward(token, *tensors)
         ctx.set_materialize_grads(False)
@@ -327,7 +339,7 @@ class _Loop(torch.autograd.Function):
         ctx.mark_non_differentiable(*plain)
         recording.leave_out(results)
         box += results
-        return tuple(leaf for leaf in results if isinstance(leaf, torch.Tensor))
+        return tuple(results[place] for place in ctx.tensor_places)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -344,6 +356,15 @@ class _Loop(torch.autograd.Function):
         found = engine.backward(placed)
         recording.leave_out(found)
         return (None, None, None, *found)
+
+
+def _tensors_by_id(leaves: list[Any]) -> dict[int, int]:
+    """The place of each tensor, the first one if it has several, by identity."""
+    places: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            places.setdefault(id(leaf), place)
+    return places
 
 
 def _differentiable(
@@ -387,7 +408,7 @@ def _plain_again(runner: StepRunner, given: list[torch.Tensor]) -> list[Any]:
         runner.hidden.write(runner.begin.hidden)
         runner.hidden.replace(start[count:])
         runner.random.restore(runner.begin.random)
-        carry = stepper.form.unflatten(start[:count])
+        carry = stepper.first.form.unflatten(start[:count])
         for k, x in enumerate(rows):
             carry, y = stepper.call(k, carry, x)
             outputs.keep(k, runner.inputs.place(k), y)

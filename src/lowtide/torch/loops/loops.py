@@ -240,7 +240,7 @@ def _plain(loop: Loop, pbar: Any) -> tuple[Any, Any]:
     if loop.inputs.length == 0:
         return loop.result(loop.begin(), _nothing(loop, stepper, outputs))
     keep, rows = torch.is_grad_enabled(), loop.inputs.connected(loop.inputs.differentiable)
-    carry = stepper.form.unflatten(stepper.init)
+    carry = stepper.begin()
     for k, x in enumerate(rows):
         carry, y = stepper.call(k, carry, x)
         if keep:
@@ -261,7 +261,7 @@ def _nothing(loop: Loop, stepper: Stepper, outputs: Outputs) -> Any:
     hidden, random = Hidden((loop.target,)), Randomness(())
     try:
         with torch.no_grad(), hidden.meeting_modules():
-            _, y = stepper.call(0, stepper.form.unflatten(stepper.init), loop.inputs.blank())
+            _, y = stepper.call(0, stepper.begin(), loop.inputs.blank())
         recording.count(probe=1)
     finally:
         hidden.undo()
