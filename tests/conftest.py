@@ -14,6 +14,14 @@ settings.register_profile("lowtide", deadline=None, derandomize=True, print_blob
 settings.load_profile("lowtide")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        action="append",
+        help="a device for the tests in tests/device, such as cuda; by default cpu and tide, a device made for them",
+    )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """Lines are counted in the tests that are neither long nor slow: these reach all of them, and tracing takes time.
