@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide.torch as lt
-from lowtide.torch.memory.tracker import Lifetimes
+from lowtide.torch.memory.tracker import Curve, Lifetimes, Memory
 
 
 @pytest.mark.long
@@ -177,3 +178,11 @@ def test_without_a_curve_there_is_none() -> None:
     with lt.measure.peak() as memory:
         torch.ones(3)
     assert memory.curve_beyond() == ()
+
+
+def test_a_curve_is_that_of_the_memory_that_counts() -> None:
+    memory = Memory(Curve())
+    memory.see(torch.empty(1000))
+    with FakeTensorMode():
+        memory.see(torch.empty(10, device="cuda"))
+    assert max(memory.curve_beyond(living=True)) == 40
