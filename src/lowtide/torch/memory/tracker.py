@@ -27,6 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lowtide.torch.memory.accelerators import is_of_host
+
 _MOST_SHARES = 400  # equal parts of the time, in a curve
 _FIRST_SHARE_SECONDS = 1e-5  # length of such a part when a curve begins
 
@@ -42,11 +44,6 @@ def key_of(tensor: torch.Tensor) -> int:
     """The address of the tensor's storage, which no other storage has while the tensor is alive."""
     place: int = tensor.untyped_storage()._cdata
     return place
-
-
-def is_of_host(device: torch.device) -> bool:
-    """Whether a device's bytes are in the memory of the host; those of "meta" stand for them."""
-    return device.type in ("cpu", "meta")
 
 
 def storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
