@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -113,11 +114,18 @@ def test_loops_compare_what_is_on_a_device_too(monkeypatch: pytest.MonkeyPatch) 
         proof.output(step, [value, 2.0, object()])
         proof.state(step + 1, [value, value])
     proof.output(1, [value, 2.0, object()])
-    proof.state(2, [value, value])
+    _in_a_backward(lambda: proof.state(2, [value, value]))
     with pytest.raises(CheckpointError, match=r"step 1, run again, .* its output is another"):
-        proof.output(1, [value + 1, 2.0, object()])
+        _in_a_backward(lambda: proof.output(1, [value + 1, 2.0, object()]))
+    proof.state(2, [value, value + 1])  # of what the forward runs again too, the backward tells
     with pytest.raises(CheckpointError, match="the state after it is another"):
-        proof.state(2, [value, value + 1])
+        _in_a_backward(lambda: proof.state(2, [value, value]))
+
+
+def _in_a_backward(act: Callable[[], None]) -> None:
+    y = torch.ones(1, requires_grad=True) * 2
+    y.register_hook(lambda _: act())
+    y.sum().backward()
 
 
 def test_graphs_that_differ_in_their_number_of_nodes() -> None:

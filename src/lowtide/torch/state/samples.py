@@ -178,7 +178,8 @@ class _Comparisons:
         if not pairs:
             return
         device = pairs[0][0].device
-        firsts, agains = (torch.stack([pair[place].to(device) for pair in pairs]) for place in (0, 1))
+        firsts = torch.stack([first.to(device) for first, _, _ in pairs])
+        agains = torch.stack([again.to(device) for _, again, _ in pairs])
         for is_other, (_, _, error) in zip(torch.ne(firsts, agains).tolist(), pairs, strict=True):
             if is_other and (made := error()) is not None:
                 raise made
@@ -188,6 +189,11 @@ class _Comparisons:
 _waiting: weakref.WeakValueDictionary[int, _Comparisons] = weakref.WeakValueDictionary()
 _at_the_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 _NO_BACKWARD = -1
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is running a backward."""
+    return torch._C._current_graph_task_id() != _NO_BACKWARD
 
 
 def compare_later(first: torch.Tensor, again: torch.Tensor, error: Callable[[], Exception | None]) -> None:
