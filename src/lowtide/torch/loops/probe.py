@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +28,7 @@ from lowtide.torch.loops.outputs import like_of
 from lowtide.torch.loops.pullback import Piece
 from lowtide.torch.loops.runner import Ahead, StepRunner
 from lowtide.torch.memory import recording
+from lowtide.torch.memory.accelerators import seconds_now
 from lowtide.torch.memory.tracker import Memory, storage_bytes, watching
 from lowtide.torch.state.capture import as_it_was_packed
 from lowtide.torch.state.generators import mark_bytes
@@ -94,7 +94,7 @@ def probe(
         goes_on: whether there is a step k; by default, if it is one of the loop's length.
     """
     goes_on = goes_on or (lambda k: k < runner.length)
-    meter = Meter(runner.stepper.lean) if costs else None
+    meter = Meter(runner.stepper.lean, timed=times) if costs else None
     with runner.ambient.uncached():
         piece, meter = _first(runner, captures, meter)
         if budget is not None and meter is not None:
@@ -131,7 +131,7 @@ def _first(
                 raise
             # The transforms of `torch.func` allow no hooks around them.
             runner.forget_probe()
-            return _first(runner, captures, Meter(hooked=False))
+            return _first(runner, captures, Meter(hooked=False, timed=meter.timed))
         serves = runner.learn_first(piece, watch, captures)
     runner.put_last(0)
     return piece if serves else None, meter
@@ -196,7 +196,8 @@ class Meter:
     Hooks tell which tensors the tape holds. Without them, as `torch.func` wants it, that is taken to be all of them.
     """
 
-    def __init__(self, lean: LeanStep | None = None, *, hooked: bool = True) -> None:
+    def __init__(self, lean: LeanStep | None = None, *, hooked: bool = True, timed: bool = True) -> None:
+        self.timed = timed
         self.hooked = hooked and lean is None
         self.memory = Memory()
         self._lean = lean
@@ -206,6 +207,10 @@ class Meter:
         self._room = 0  # the most that a step has needed while it ran, and no longer afterwards
         self.before = self.after = 0  # bytes alive
         self._old: set[int] = set()  # storages alive before it
+
+    def seconds_now(self) -> float:
+        """The time; where nobody asks for seconds it stands still, because to read it would wait for accelerators."""
+        return seconds_now() if self.timed else 0.0
 
     def seeing(self) -> AbstractContextManager[None]:
         """Count what is made inside."""
@@ -218,10 +223,10 @@ class Meter:
         self.before = self.memory.now
         self._old = self.memory.alive()
         worst, self.memory.peak = self.memory.peak, self.memory.now
-        began = perf_counter()
+        began = self.seconds_now()
         with self._seeing_tape():
             yield
-        self.forward = perf_counter() - began
+        self.forward = self.seconds_now() - began
         self.after = self.memory.now
         self.taped = self.memory.peak - self.before
         self._room = max(self._room, self.memory.peak - self.after)
@@ -384,7 +389,7 @@ def _pulled(runner: StepRunner, meter: Meter, piece: Piece, after: list[Any], *,
     """Bytes, cotangents included, and seconds of pulling a step back; with zeros, which are as large as any."""
     before, worst = meter.memory.now, meter.memory.peak
     meter.memory.restart_peak()
-    began = perf_counter()
+    began = meter.seconds_now()
     with watching(meter.memory):
         grads = [_zeros_for(leaf, runner.outputs.result_shape) for leaf in runner.last_output]
         grads += [_zeros_for(leaf, None) for leaf in after]
@@ -393,7 +398,7 @@ def _pulled(runner: StepRunner, meter: Meter, piece: Piece, after: list[Any], *,
         pullback.pull(piece, keep=keep)
         peak = meter.memory.peak - before
     meter.memory.peak = max(meter.memory.peak, worst)  # what finding out took includes what came before
-    return peak, perf_counter() - began
+    return peak, meter.seconds_now() - began
 
 
 def _zeros_for(leaf: Any, shape: Callable[[torch.Tensor], tuple[int, ...]] | None) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """Accelerators, asked by what torch has for all of them: which are in use, their generators, and the time.
 
 Nothing here is said of one kind of device by name. An accelerator is in use from the moment at which torch has
-initialised it; nobody is made to wait for one, or initialised, but by `seconds_now`.
+initialised it. Only the clocks make anybody wait.
 """
 
 from __future__ import annotations
@@ -41,23 +41,34 @@ def generators_of(module: Any) -> tuple[Any, ...]:
     return tuple(getattr(module, "default_generators", ())) or (_OnlyGenerator(module),)
 
 
-def autocast_kinds() -> tuple[str, ...]:
-    """The types of devices of which autocast is asked for here."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+# Bound to names of their own, which are quickest to read.
+_enabled, _casts_to = torch.is_autocast_enabled, torch.get_autocast_dtype
+_accelerator = torch.accelerator.current_accelerator
+
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def autocast_now() -> Autocast:
+    """For each type of device that there is here, whether autocast is on, and to what it casts."""
+    cpu = "cpu", _enabled("cpu"), _casts_to("cpu")
+    accelerator = _accelerator()
+    if accelerator is None:
+        return (cpu,)
+    kind = accelerator.type
+    return cpu, (kind, _enabled(kind), _casts_to(kind))
 
 
 def seconds_now() -> float:
-    """A clock for costs, to be read before and after: what accelerators have been asked for is done by then.
-
-    Without an accelerator it is CPU time, which other load on the machine affects least.
-    """
-    module = module_in_use()
-    if module is None:
-        return process_time()
-    here = torch.accelerator.current_device_index()
-    for device in range(torch.accelerator.device_count()):
-        # A device that holds nothing has nothing to do, and waiting for it might be the first use that is made of it.
-        if device == here or torch.accelerator.memory_allocated(device):
-            torch.accelerator.synchronize(device)
+    """A clock to be read before and after: what accelerators have been asked for is done by then."""
+    if module_in_use() is not None:
+        here = torch.accelerator.current_device_index()
+        for device in range(torch.accelerator.device_count()):
+            # One that holds nothing has nothing to do, and to wait for it might be the first use that is made of it.
+            if device == here or torch.accelerator.memory_allocated(device):
+                torch.accelerator.synchronize(device)
     return perf_counter()
+
+
+def cpu_seconds_now() -> float:
+    """The same in CPU time, which other load on the machine affects least, unless an accelerator is in use."""
+    return process_time() if module_in_use() is None else seconds_now()
