@@ -80,6 +80,11 @@ def extension() -> Any:
     return module
 
 
+def is_there() -> bool:
+    """Whether the device has been registered in this process."""
+    return extension.cache_info().currsize > 0
+
+
 class _Device:
     """The context in which a device is the current one."""
 
@@ -162,7 +167,13 @@ class Watch:
         self.counts = {name: count - self._counts[name] for name, count in extension().counts(self._device).items()}
         self.peak = torch.accelerator.max_memory_allocated(self._device) - self._before
 
+    @staticmethod
+    @contextmanager
+    def nothing() -> Iterator[Watch]:
+        """A watch for a device that counts nothing."""
+        yield Watch()
+
     @property
     def waits(self) -> int:
         """How often the host had to wait for the device."""
-        return sum(self.counts[name] for name in ("reads", "to_host", "syncs"))
+        return sum(self.counts.get(name, 0) for name in ("reads", "to_host", "syncs"))

@@ -47,8 +47,9 @@ def key_of(tensor: torch.Tensor) -> int:
 
 
 def storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the storages behind the tensors, each counted once."""
-    storages = [storage_of(tensor) for tensor in tensors]
+    """Bytes of the storages behind the tensors, each counted once; if any is on an accelerator, of those there."""
+    there = [tensor for tensor in tensors if not is_of_host(tensor.device)]
+    storages = [storage_of(tensor) for tensor in there or tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages if storage is not None}.values())
 
 
@@ -273,10 +274,10 @@ class _Level:
 
 
 class Log:
-    """Births and deaths of storages on any device, in order, from which a worst moment without some of them follows.
+    """Births and deaths of storages, in order, from which a worst moment without some of them follows.
 
     Each storage has a number that no other one ever gets; 0 stands for all storages that were not made here. Use it
-    with `watching`.
+    with `watching`. As in a `Memory`, bytes are those of accelerators once a storage was made on one.
     """
 
     def __init__(self) -> None:
@@ -286,6 +287,8 @@ class Log:
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.events: list[tuple[int, int]] = []  # (number, change in bytes)
         self.sizes: dict[int, int] = {}
+        self._of_host: set[int] = set()  # numbers of storages in the host's memory
+        self._counts_host = True
 
     def see(self, tensor: torch.Tensor) -> None:
         """Record the tensor's storage, if it is new, and its bytes, from now until it dies."""
@@ -293,6 +296,10 @@ class Log:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known[key] = (next(self._numbers), 0)
+            if is_of_host(tensor.device):
+                self._of_host.add(self._known[key][0])
+            else:
+                self._counts_host = False
             self._references[key] = weakref.ref(storage, lambda _: self._died(key))
         number, before = self._known[key]
         self._known[key] = (number, size)
@@ -335,17 +342,26 @@ class Log:
 
     def bytes(self, numbers: Iterable[int]) -> int:
         """The bytes of the storages with these numbers; number 0 counts nothing."""
-        return sum(self.sizes.get(number, 0) for number in numbers)
+        uncounted = self._uncounted
+        return sum(self.sizes.get(number, 0) for number in numbers if number not in uncounted)
+
+    @property
+    def _uncounted(self) -> set[int]:
+        return set() if self._counts_host else self._of_host
 
     def level(self, start: int, stop: int, without: Iterable[int] = ()) -> tuple[int, int]:
         """The change in bytes from event `start` to event `stop`, and the largest change in between."""
-        left_out = set(without)
         level = most = 0
-        for number, change in self.events[start:stop]:
-            if number not in left_out:
-                level += change
-                most = max(most, level)
+        for change in self.changes(start, stop, without):
+            level += change
+            most = max(most, level)
         return level, most
+
+    def changes(self, start: int, stop: int, without: Iterable[int] = ()) -> Iterator[int]:
+        """The change in bytes with each event from `start` to `stop`."""
+        left_out = self._uncounted.union(without)
+        for number, change in self.events[start:stop]:
+            yield 0 if number in left_out else change
 
 
 class Places:
