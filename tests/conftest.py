@@ -16,6 +16,14 @@ settings.load_profile("lowtide")
 UNTRACED = ("long", "slow", "untraced")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        action="append",
+        help="a device for the tests in tests/device, such as cuda; by default cpu and tide, a device made for them",
+    )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
     """Lines are counted in the tests that are not marked so: these reach all of them, and tracing doubles the time.

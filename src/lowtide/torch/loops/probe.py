@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +33,7 @@ from lowtide.torch.loops.outputs import like_of
 from lowtide.torch.loops.pullback import Piece
 from lowtide.torch.loops.runner import Ahead, StepRunner
 from lowtide.torch.memory import recording
+from lowtide.torch.memory.accelerators import seconds_now
 from lowtide.torch.memory.tracker import Memory, key_of, storage_bytes, tensors_of, watching
 from lowtide.torch.state.capture import as_it_was_packed
 from lowtide.torch.state.generators import Mark
@@ -121,7 +121,7 @@ def probe(
         goes_on: whether there is a step k; by default, if it is one of the loop's length.
     """
     goes_on = goes_on or (lambda k: k < runner.length)
-    meter = Meter(runner.stepper.lean) if costs else None
+    meter = Meter(runner.stepper.lean, timed=times) if costs else None
     keeps_from = 0
     with runner.ambient.uncached():
         piece, meter = _first(runner, captures, meter)
@@ -170,7 +170,7 @@ def _first(
                 raise
             # The transforms of `torch.func` allow no hooks around them.
             runner.forget_probe()
-            return _first(runner, captures, Meter(hooked=False))
+            return _first(runner, captures, Meter(hooked=False, timed=meter.timed))
         serves = runner.learn_first(piece, watch, captures)
     runner.put_last(0)
     return piece if serves else None, meter
@@ -237,7 +237,8 @@ class Meter:
     Hooks tell which tensors the tape holds. Without them, as `torch.func` wants it, that is taken to be all of them.
     """
 
-    def __init__(self, lean: LeanStep | None = None, *, hooked: bool = True) -> None:
+    def __init__(self, lean: LeanStep | None = None, *, hooked: bool = True, timed: bool = True) -> None:
+        self.timed = timed
         self.hooked = hooked and lean is None
         self.memory = Memory()
         self._lean = lean
@@ -252,6 +253,10 @@ class Meter:
         # keeps the last activations.
         self.unpacked = 0
 
+    def seconds_now(self) -> float:
+        """The time; where nobody asks for seconds it stands still, because to read it would wait for accelerators."""
+        return seconds_now() if self.timed else 0.0
+
     def seeing(self) -> AbstractContextManager[None]:
         """Count what is made inside."""
         return watching(self.memory)
@@ -265,10 +270,10 @@ class Meter:
         packed = set(self.packed)
         self.packed.clear()
         worst, memory.peak = memory.peak, memory.now
-        began = perf_counter()
+        began = self.seconds_now()
         with self._seeing_tape():
             yield
-        self.forward = perf_counter() - began
+        self.forward = self.seconds_now() - began
         alive = memory.alive()
         self._new = alive - self._old
         self.made = memory.bytes_of(self._new)
@@ -474,7 +479,7 @@ def _pulled(runner: StepRunner, meter: Meter, piece: Piece, step: _StepBytes, *,
     """The step with what pulling it back takes, cotangents included; with zeros, which are as large as any."""
     before, worst = meter.memory.now, meter.memory.peak
     meter.memory.restart_peak()
-    began = perf_counter()
+    began = meter.seconds_now()
     with watching(meter.memory):
         grads = [_zeros_for(leaf, runner.outputs.result_shape) for leaf in runner.last_output]
         grads += [_zeros_for(leaf, None) for leaf in runner.state()]
@@ -483,7 +488,7 @@ def _pulled(runner: StepRunner, meter: Meter, piece: Piece, step: _StepBytes, *,
         pullback.pull(piece, keep=keep)
         peak = meter.memory.peak - before
     meter.memory.peak = max(meter.memory.peak, worst)  # what finding out took includes what came before
-    return replace(step, pulled=peak, backward=perf_counter() - began)
+    return replace(step, pulled=peak, backward=meter.seconds_now() - began)
 
 
 def _zeros_for(leaf: Any, shape: Callable[[torch.Tensor], tuple[int, ...]] | None) -> torch.Tensor | None:

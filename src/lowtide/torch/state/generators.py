@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from lowtide.errors import InputError
+from lowtide.torch.memory import accelerators
 from lowtide.torch.state.samples import read
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
@@ -180,11 +181,20 @@ _PYTHON = _PythonSource(random.random.__self__)  # type: ignore[attr-defined]
 _NUMPY = _NumpyGlobalSource()
 
 
+@functools.cache
+def _sources_of(module: Any) -> tuple[_TorchSource, ...]:
+    return tuple(map(_TorchSource, accelerators.generators_of(module)))
+
+
+def _devices() -> tuple[_TorchSource, ...]:
+    """The generators of accelerators in use."""
+    module = accelerators.module_in_use()
+    return () if module is None else _sources_of(module)
+
+
 def _shared() -> tuple[_Source, ...]:
     """The generators that everybody shares."""
-    if not torch.cuda.is_initialized():
-        return _TORCH, _PYTHON, _NUMPY
-    return _TORCH, _PYTHON, _NUMPY, *map(_TorchSource, torch.cuda.default_generators)  # pragma: no cover  (needs a GPU)
+    return _TORCH, _PYTHON, _NUMPY, *_devices()
 
 
 Signs = tuple[bytes | float | None, ...]
@@ -192,6 +202,7 @@ Signs = tuple[bytes | float | None, ...]
 # Bound to names of their own, which are quickest to read: these are asked at every call of `checkpoint`.
 _read_torchs, _write_torchs = torch.default_generator.get_state, torch.default_generator.set_state
 _one_at_a_time = _TorchSource.one_at_a_time
+_accelerator = torch.accelerator.current_accelerator
 
 
 def _look() -> tuple[torch.Tensor, Signs | None]:
@@ -201,15 +212,18 @@ def _look() -> tuple[torch.Tensor, Signs | None]:
     """
     with _one_at_a_time:
         state = _read_torchs()
-    if _numpys_bits() is not _NUMPY.bits or not _NUMPY.is_quick or not _PYTHON.memory or torch.cuda.is_initialized():
+    if _numpys_bits() is not _NUMPY.bits or not _NUMPY.is_quick or not _PYTHON.memory:
         return state, None
     address = state.data_ptr()  # at the ends are the seed, the position, and the normal number that waits
     return state, (read(address, _ENOUGH), read(address + state.numel() - _ENOUGH, _ENOUGH), *_words())
 
 
 def _words() -> Signs:
-    """Signs of Python's generator and numpy's."""
-    return _PYTHON.memory.raw, _PYTHON.generator.gauss_next, _NUMPY.words.raw, _NUMPY.position.raw  # type: ignore[attr-defined]
+    """Signs of Python's generator, numpy's, and those of accelerators."""
+    signs = _PYTHON.memory.raw, _PYTHON.generator.gauss_next, _NUMPY.words.raw, _NUMPY.position.raw  # type: ignore[attr-defined]
+    if _accelerator() is None:
+        return signs
+    return *signs, *(source.read() for source in _devices())
 
 
 def _source_of(generator: Any) -> _Source:
