@@ -27,10 +27,10 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lowtide.errors import CheckpointError, InputError
-from lowtide.torch.state.bits import same_bits
+from lowtide.torch.memory.accelerators import is_of_host
 from lowtide.torch.state.capture import edge_of
 from lowtide.torch.state.generators import KINDS as GENERATORS
-from lowtide.torch.state.notes import SMALL, needs_grad
+from lowtide.torch.state.notes import SMALL, is_changed, needs_grad
 from lowtide.torch.state.samples import Sample, whole_sample_of
 from lowtide.torch.state.structure import (
     ATOMS,
@@ -83,7 +83,9 @@ class _Record:
             for number in self.numbers(place):
                 copy = self.copies[number]
                 if copy is not None and copy.nbytes > SMALL:
-                    self._sums[number], self.copies[number] = whole_sample_of(copy), None
+                    self.copies[number] = None
+                    if is_of_host(copy.device):  # elsewhere versions have to do, since to read it would wait
+                        self._sums[number] = whole_sample_of(copy)
 
     def is_changed_in_place(self, place: int) -> bool:
         """Whether tensors of the slot were written to since."""
@@ -94,7 +96,7 @@ class _Record:
         if _version(tensor) != self.versions[number]:
             return True
         if copy is not None:
-            return not same_bits(tensor, copy)
+            return is_changed(tensor, self.versions[number], copy)
         return bool(self._sums[number] != 0 and whole_sample_of(tensor) != self._sums[number])
 
     def replaced(self) -> list[int]:
