@@ -178,8 +178,8 @@ LEAN = (
     Mutant(
         "the default dtype is not looked at",
         "torch/lean/guards.py",
-        "cuda, _default_dtype())",
-        "cuda)",
+        "autocast_now(), _default_dtype())",
+        "autocast_now())",
         (f"{_TESTS}/test_surroundings.py::test_another_default_dtype_is_traced_anew",),
     ),
     Mutant(

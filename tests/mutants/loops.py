@@ -17,7 +17,7 @@ LOOPS = (
     Mutant(
         "a second backward goes on from where the first has ended",
         "torch/loops/engine.py",
-        "                    self._resume(0, runner.begin)\n",
+        "                self._resume(0, runner.begin)\n",
         "",
         (f"{_TESTS}/test_loops.py::test_gradients_can_be_taken_twice_and_differentiated",),
     ),
