@@ -13,6 +13,8 @@ from hypothesis import settings
 settings.register_profile("lowtide", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("lowtide")
 
+UNTRACED = ("long", "slow", "untraced")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -23,17 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """Lines are counted in the tests that are neither long nor slow: these reach all of them, and tracing takes time.
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+    """Lines are counted in the tests that are not marked so: these reach all of them, and tracing doubles the time.
 
-    pytest-cov's own mark for this does nothing in a worker: two tracers are at work there, and it stops one.
+    Nor are they in a fixture that such a test is the first to need. pytest-cov's own mark for this does nothing in a
+    worker: two tracers are at work there, and it stops one.
     """
     traced = sys.gettrace(), threading.gettrace()
-    if any(item.get_closest_marker(name) for name in ("long", "slow")):
+    if any(item.get_closest_marker(name) for name in UNTRACED):
         sys.settrace(None)
         threading.settrace(None)
     try:
-        yield
+        return (yield)
     finally:
         sys.settrace(traced[0])
         threading.settrace(traced[1])

@@ -3,6 +3,8 @@
 This package is the planning core: numbers in, plans out. It loads neither torch nor jax.
 """
 
+import logging
+
 from lowtide import planners
 from lowtide.chain import Chain, Disk, StepCost, TapeOption, Working
 from lowtide.errors import (
@@ -11,6 +13,7 @@ from lowtide.errors import (
     FunctionError,
     InputError,
     LowtideError,
+    MissingPackageError,
     PlanError,
 )
 from lowtide.plan import Bill, Plan, Receipt, show_in_notebooks
@@ -27,6 +30,7 @@ def _notebook_html(thing: Plan | Receipt) -> str:
 
 
 show_in_notebooks(_notebook_html)
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent, unless the program sets logging up
 
 __all__ = [
     "Bill",
@@ -37,6 +41,7 @@ __all__ = [
     "FunctionError",
     "InputError",
     "LowtideError",
+    "MissingPackageError",
     "Plan",
     "PlanError",
     "Receipt",

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import brainstate
 import jax
 from brainstate import State, StateTraceStack
 from brainstate.transform import ProgressBar, StatefulFunction, scan
@@ -24,6 +25,7 @@ from lowtide.checks import function
 from lowtide.errors import FunctionError, InputError
 from lowtide.interface.options import Reduce
 from lowtide.jax.loops.step import loop_length, without_carry
+from lowtide.packages import check_version, needed_for
 from lowtide.plan import Plan
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "scan",
 ]
 __dir__ = sorted(__all__).copy  # what `dir` and tab completion show
+
+check_version(brainstate)
 
 
 def for_loop(
@@ -309,7 +313,8 @@ class _Bar:
     def update(self, n: int) -> None:
         """Advance by n steps."""
         if self._done == 0:
-            from tqdm.auto import tqdm
+            with needed_for("a progress bar (pbar=)"):
+                from tqdm.auto import tqdm
 
             self._tqdm = tqdm(total=self._length, **self._runner.kwargs)
         self._done += n

@@ -5,7 +5,8 @@
     |   |-- BudgetError                 no plan fits the budget: `.least` is the smallest that works
     |   `-- FunctionError (TypeError)   a function that cannot be used: not callable, wrong result, no such derivative
     |-- PlanError (ValueError)          a plan that breaks the rules: `.place`, `.action`, `.state`
-    `-- CheckpointError (RuntimeError)  a run that cannot reproduce the plain run's result
+    |-- CheckpointError (RuntimeError)  a run that cannot reproduce the plain run's result
+    `-- MissingPackageError (ModuleNotFoundError)   a package that is not installed: what needs it, what installs it
 
 Every message states the numbers involved and a way out.
 """
@@ -68,3 +69,11 @@ class PlanError(LowtideError, ValueError):
 
 class CheckpointError(LowtideError, RuntimeError):
     """A run that cannot reproduce the plain run's result: raised instead of returning a different one."""
+
+
+class MissingPackageError(LowtideError, ModuleNotFoundError):
+    """A package that is not installed, or too old for what is asked of it.
+
+    Attributes:
+        name: the package.
+    """

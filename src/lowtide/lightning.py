@@ -16,22 +16,28 @@ from typing import TYPE_CHECKING, Any
 
 import lowtide.torch as lt
 from lowtide.errors import InputError
+from lowtide.packages import check_version, needed_for
 from lowtide.plan import Plan
 from lowtide.sizes import parse_size
 from lowtide.torch.model.trainer import Gradients, in_short, plan_step
 
 try:
+    import lightning
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers.logger import DummyLogger
 except ImportError:  # the same package under its earlier name
-    from pytorch_lightning import Callback
-    from pytorch_lightning.loggers.logger import DummyLogger
+    with needed_for("lowtide.lightning"):
+        import pytorch_lightning as lightning
+        from pytorch_lightning import Callback
+        from pytorch_lightning.loggers.logger import DummyLogger
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["LowtideCallback"]
 __dir__ = sorted(__all__).copy  # what `dir` and tab completion show
+
+check_version(lightning)
 
 
 _LOGGING_METHODS = ("log", "log_dict", "print")

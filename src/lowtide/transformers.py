@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 import lowtide.torch as lt
 from lowtide.errors import InputError
+from lowtide.packages import check_version
 from lowtide.plan import Plan
 from lowtide.sizes import parse_size
 from lowtide.torch.model.loss import Loss, loss_of
@@ -29,6 +31,8 @@ from lowtide.torch.state.stand_in import original
 
 __all__ = ["LowtideCallback", "use_lowtide_checkpointing"]
 __dir__ = sorted(__all__).copy  # what `dir` and tab completion show
+
+check_version(transformers)
 
 
 # Settings of the Trainer that cannot be combined with a plan, and why.

@@ -8,10 +8,11 @@ import sys
 import pytest
 
 import lowtide.demo
-from lowtide.cli import app, bench, demo, plan
+from lowtide.cli import bench, demo, plan
+from lowtide.cli.commands import app
 from tests.cli.running import Runner
 
-COMMANDS = ["plan", "report", "bench", "demo"]
+COMMANDS = ["plan", "report", "bench", "demo", "doctor"]
 
 
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])

@@ -19,6 +19,7 @@ def test_the_public_names_are_frozen() -> None:
         "FunctionError",
         "InputError",
         "LowtideError",
+        "MissingPackageError",
         "Plan",
         "PlanError",
         "Receipt",

@@ -14,7 +14,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 
-from lowtide.errors import InputError
+from lowtide.errors import InputError, MissingPackageError
 from lowtide.plan import Receipt
 from lowtide.planners.choose import choose
 from lowtide.report.content import Story, tell
@@ -107,8 +107,8 @@ def test_another_suffix(tmp_path: Path, name: str) -> None:
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(InputError, match=r'pip install "lowtide\[report\]"'):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPackageError, match=r'pip install "lowtide\[report\]"'):
         figure(tell(PLANS["base"], points=0))
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from lowtide.checks import whole_number
 from lowtide.errors import InputError
+from lowtide.packages import needed_for
 
 
 class Progress(Protocol):
@@ -25,7 +26,8 @@ class _Tqdm:
     """A tqdm bar of its own, closed when it is full."""
 
     def __init__(self, total: int, every: int, label: str) -> None:
-        from tqdm.auto import tqdm
+        with needed_for("a progress bar (pbar=)", "; or give an object with update(n)"):
+            from tqdm.auto import tqdm
 
         self._bar = tqdm(total=total, desc=label, miniters=every, unit="step")
         self._left = total

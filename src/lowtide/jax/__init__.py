@@ -6,6 +6,7 @@ carry, ys = lt.checkpointed_scan(step, init, xs, budget="64MiB")
 
 from lowtide.errors import BudgetError, CheckpointError
 from lowtide.interface.comparison import Comparison
+from lowtide.jax import installed  # noqa: F401  (it comes first of all)
 from lowtide.jax.compare import compare_gradients
 from lowtide.jax.layers.checkpoint import checkpoint
 from lowtide.jax.layers.sequential import checkpoint_sequential, plan_sequential, sequential

@@ -114,10 +114,15 @@ def least_budget(chain: Chain, disk: Disk | None = None, *, rooms: bool = False)
     return min(least, unequal.least(chain)) if _is_short_and_uneven(chain) else least
 
 
+def refused(chain: Chain, budget: int, least: int) -> BudgetError:
+    """The error for a budget below the least one that works."""
+    return BudgetError(budget, least, MORE_ROOM)
+
+
 def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
     least = least_budget(chain, disk)
     if budget < least:
-        raise BudgetError(budget, least, MORE_ROOM)
+        raise refused(chain, budget, least)
     knob = Knob("budget", budget)
     if chain.ways is not None and disk is None:
         return _either_way(chain, chain.ways, knob, budget)

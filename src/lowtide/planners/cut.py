@@ -8,7 +8,7 @@ for all prices are the lower convex hull of all choices in the plane of bytes an
 This module knows no framework and measures nothing. It does not consider the memory that operations need while they run
 again, and it finds no choice that lies above the hull: such a choice is the best for no price.
 
-It imports scipy, which the rest of the core does not need: only front ends that need a cut import this module.
+It is the only part of Lowtide that needs scipy, and imports it when the first cut is made.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array  # type: ignore[import-untyped]
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
 
 from lowtide import checks
 from lowtide.errors import InputError
+from lowtide.packages import needed_for
 
 MOST_POINTS = 64  # of a frontier; finding them takes fewer than twice as many cuts
 MOST_TOTAL_BYTES = 2**56  # of all values together
@@ -260,6 +260,8 @@ class _Graph:
         The remaining flow has to pass a minimum cut of the shifted capacities, through each arc of which less than one
         shifted unit is left: that bounds it by the number of arcs times the unit.
         """
+        with needed_for("a lean tape"):
+            from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
         shift = max(0, bound.bit_length() - FLOW_BITS)
         while True:
             capacities = np.minimum(room >> shift, 2**FLOW_BITS - 1).astype(np.int32)
@@ -276,7 +278,9 @@ class _Graph:
         side[reach] = True
         return side
 
-    def _matrix(self, data: NDArray[np.generic], arcs: Longs | slice) -> csr_array:
+    def _matrix(self, data: NDArray[np.generic], arcs: Longs | slice) -> Any:
+        from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
         ends = np.zeros(self.nodes + 1, np.int32)
         np.cumsum(np.bincount(self.rows[arcs], minlength=self.nodes), out=ends[1:])
         return csr_array((data, self.columns[arcs], ends), shape=(self.nodes, self.nodes))

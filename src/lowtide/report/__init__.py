@@ -23,6 +23,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from lowtide.packages import needed_for
 from lowtide.plan import Plan, Receipt
 from lowtide.report.content import HasReceipt, Story, View, tell
 from lowtide.report.page import write
@@ -45,7 +46,8 @@ def show(
     console: Console | None = None,
 ) -> None:
     """Print the report in a terminal; needs rich (`lowtide[report]`). Arguments are those of `write`."""
-    from lowtide.report import terminal  # imported here, because writing pages does not need rich
+    with needed_for("report.show"):
+        from lowtide.report import terminal  # imported here, because writing pages does not need rich
 
     terminal.show(tell(plan, receipt, measured=measured, points=points), console)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from lowtide.actions import Tier
 from lowtide.errors import InputError
+from lowtide.packages import needed_for
 from lowtide.report.drawing import GRADIENTS, PARAMETERS, RUN_INKS, TIER_INKS, cells, memory_inks, size_ticks
 from lowtide.report.kinds import kind_of
 from lowtide.report.wording import budget_of, clean, cut, measured_name, times_of
@@ -62,14 +63,13 @@ def figure(story: Story, path: str | os.PathLike[str] | None = None) -> Figure:
     """The report's three panels; with a `path` ending in .png, .svg or .pdf they are saved there too.
 
     Raises:
-        InputError: another suffix, or matplotlib is not installed.
+        InputError: another suffix.
+        MissingPackageError: matplotlib is not installed.
     """
     check_path(path)
-    try:
+    with needed_for("a figure"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError('figures need matplotlib; install it with pip install "lowtide[report]"') from error
     with rc_context(_STYLE):
         made = Figure(figsize=(7.2, 7.6), layout="constrained")
         grid = made.add_gridspec(3, 1, height_ratios=_PANEL_HEIGHTS)

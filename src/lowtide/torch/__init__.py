@@ -6,7 +6,7 @@ ys = lt.checkpointed_for_loop(net, xs, budget="64MiB")
 
 from lowtide.errors import BudgetError, CheckpointError
 from lowtide.interface.comparison import Comparison
-from lowtide.torch import measure, spiking
+from lowtide.torch import installed, measure, spiking  # noqa: F401  (`installed` comes first of all)
 from lowtide.torch.checkpoint.call import checkpoint
 from lowtide.torch.compare import compare_gradients
 from lowtide.torch.layers.sequential import Sequential, checkpoint_sequential, plan_sequential, sequential

@@ -226,6 +226,14 @@ def test_what_gradients_are_of_decides_what_is_taped() -> None:
     assert max(tapes.values()) == tapes["closure", "init", "xs"]
 
 
+def test_what_is_a_row_of_the_inputs_is_read_again_and_not_taped() -> None:
+    def step(h: Any, x: Any) -> Any:
+        return h * x, h.sum()
+
+    plan = lt.plan_scan(step, *SHAPES, wrt=("init", "xs"))
+    assert plan.chain[0].tape == plan.chain[0].state == SHAPES[0].size * SHAPES[0].dtype.itemsize
+
+
 def test_plans_of_loops_without_a_carry() -> None:
     w = jnp.ones((8, 8))
     planned = lt.plan_for_loop(lambda x: jnp.sin(x @ w), SHAPES[1], budget="30%")

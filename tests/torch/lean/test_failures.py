@@ -285,6 +285,24 @@ def test_a_number_in_a_global_object_is_no_silent_error() -> None:
         _hidden.scale = 2.0
 
 
+def test_a_sign_of_zero_that_nobody_can_see_is_known_after_one_error() -> None:
+    x, errors = drawn_leaf(40), 0
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.atan2(x.sin() * _hidden.scale, -x.exp()) * x
+
+    try:
+        for _hidden.scale in (0.0, -0.0, -0.0, 0.0, -0.0):
+            expected, y = _outcome(function(x), [x]), lt.lean(function, x)
+            try:
+                same(_outcome(y, [x]), expected)
+            except CheckpointError:
+                errors += 1
+        assert errors == 1
+    finally:
+        _hidden.scale = 2.0
+
+
 def test_numbers_of_numpy_are_no_silent_error() -> None:
     x = drawn_leaf(40)
     errors = 0

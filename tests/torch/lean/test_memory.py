@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812  (everybody's name for it)
 
 import lowtide.torch as lt
 from lowtide.torch.state.bits import same_bits
-from tests.torch.calls import drawn_leaf
+from tests.torch.calls import drawn_leaf, plainly, same
 from tests.torch.lean.calls import collecting_by_hand, tape_of
 from tests.torch.lean.drawn_programs import (
     POINTWISE,
@@ -317,3 +317,14 @@ def test_a_value_is_not_written_over_while_another_view_of_it_is_read() -> None:
     expected = torch.autograd.grad(function(x).sum(), x)[0]
     for _ in range(2):
         assert torch.equal(torch.autograd.grad(lt.lean(function, x, tape=0).sum(), x)[0], expected)
+
+
+def test_a_value_is_not_written_over_before_its_second_reader_has_run() -> None:
+    x = drawn_leaf(40)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        return torch.exp(y * 2) * torch.exp(y * 3)
+
+    for _ in range(3):
+        same(*(torch.autograd.grad(call(function, x).sum(), x) for call in (plainly, lt.lean)))

@@ -26,6 +26,18 @@ def test_a_sample_changes_with_the_numbers(dtype: torch.dtype, shape: tuple[int,
     assert whole_sample_of(value) != whole_sample_of(value.neg())
 
 
+@pytest.mark.parametrize("size", [1_025, 5_000, 100_003])
+def test_of_a_large_tensor_a_thousand_numbers_and_more_are_read(size: int) -> None:
+    """A stretch of one number in a thousand cannot be changed unseen, wherever it is."""
+    value = torch.randn(size)
+    before = sample_of(value)
+    stretch = size // 1024 + 1
+    for start in range(0, size - stretch, size // 40):
+        other = value.clone()
+        other[start : start + stretch] += 1
+        assert sample_of(other) != before
+
+
 def test_layouts_and_what_has_no_numbers() -> None:
     value = torch.randn(60, 70)
     assert sample_of(value.t()) == sample_of(value.t().clone(memory_format=torch.preserve_format))

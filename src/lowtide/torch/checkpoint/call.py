@@ -514,7 +514,7 @@ class _Call:
         """Run the function again, and put the tensors that it saves into `store`."""
         if self._owners is not None and self._noted.count >= 0:
             self._owners.check()
-        growth = first_look(self._function, *(() if self._structure is None else self._arguments))
+        effects = first_look(self._function, *(() if self._structure is None else self._arguments), counts=True)
         rerun = _Rerun(self._noted, stops=self._early_stop or self._noted.count < 0, error=self._explained)
         differs: Differs | None = None
         try:
@@ -530,8 +530,8 @@ class _Call:
             self.rerun()
             return
         self.store, self.versions = rerun.saved, rerun.versions
-        if growth is not None:
-            growth.tell()
+        if effects is not None:
+            effects.tell()
 
     def _refuse(self, differs: Differs) -> None:
         """Raise the error for a rerun that differs, unless that is in the nature of the operation."""

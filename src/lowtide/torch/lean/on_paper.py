@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide import packages
 from lowtide.interface.cache import Cache
 from lowtide.torch.lean.graph import LeanGraph, LeanPoint, LeanSize, sizes_in_bits
 from lowtide.torch.lean.guards import PaperGuards
@@ -38,10 +39,11 @@ def lean_menu_on_paper(device: Device, function: Callable[..., Any], *args: Any,
     """The points of `lean_menu` for a call, by falling bytes, with the seconds that they take on a device.
 
     To be called inside `on_paper`; the function is called once, with grad, if no call like it was traced before. Empty
-    for a call that `lean` would run plainly: of compiled or scripted modules, or with tensor subclasses.
+    for a call that `lean` would run plainly: of compiled or scripted modules, or with tensor subclasses; and without
+    scipy.
     """
     call = _PaperCall(function, args, kwargs)
-    if not call.guards.is_plain:
+    if not call.guards.is_plain or not packages.is_installed("scipy"):
         return []
     graph = call.graph
     if graph is None or graph.trace.device != device:

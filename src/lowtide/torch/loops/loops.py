@@ -240,7 +240,7 @@ def _plain(loop: Loop, pbar: Any) -> tuple[Any, Any]:
     if loop.inputs.length == 0:
         return loop.result(loop.begin(), _nothing(loop, stepper, outputs))
     keep, rows = torch.is_grad_enabled(), loop.inputs.connected(loop.inputs.differentiable)
-    carry = stepper.form.unflatten(stepper.init)
+    carry = stepper.begin()
     for k, x in enumerate(rows):
         carry, y = stepper.call(k, carry, x)
         if keep:
@@ -261,7 +261,7 @@ def _nothing(loop: Loop, stepper: Stepper, outputs: Outputs) -> Any:
     hidden, random = Hidden((loop.target,)), Randomness(())
     try:
         with torch.no_grad(), hidden.meeting_modules():
-            _, y = stepper.call(0, stepper.form.unflatten(stepper.init), loop.inputs.blank())
+            _, y = stepper.call(0, stepper.begin(), loop.inputs.blank())
         recording.count(probe=1)
     finally:
         hidden.undo()
@@ -297,6 +297,8 @@ def _runner(loop: Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) -> 
 def _checkpointed(loop: Loop, knob: Knobs, extras: _Extras, pbar: Any, advance_with_grad: bool) -> tuple[Any, Any]:
     if not torch.is_grad_enabled() or loop.inputs.length == 0 or recording.runs_plainly():
         return _plain(loop, pbar)
+    if knob.plan is not None and knob.plan.schedule.disk is not None:
+        raise InputError("a loop keeps its snapshots in memory, and this plan has some on disk; plan without disk=")
     runner = _runner(loop, extras, pbar, advance_with_grad)
     try:
         engine = (_compiled if extras.compile else _planned)(runner, loop, knob, extras)
@@ -310,7 +312,18 @@ def _checkpointed(loop: Loop, knob: Knobs, extras: _Extras, pbar: Any, advance_w
 def _planned(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> Engine:
     """Probe the step, and plan."""
     probed = _probe(runner, knob, extras)
-    return Engine(runner, knob.choose(probed.costs, loop.inputs.length).actions, probed.ahead)
+    plan, goes_on = _first_plan(probed, knob, loop.inputs.length, look=False)
+    if not goes_on:
+        runner.rewind()
+    lookout = None if knob.budget is None else probed.lookout
+    return Engine(runner, plan.actions, probed.ahead if goes_on else [], lookout)
+
+
+def _first_plan(probed: Probed, knob: Knobs, length: int, *, look: bool) -> tuple[Plan, bool]:
+    """The plan for what the first steps cost, and whether it can go on from them; `look` as in `Lookout.plan`."""
+    if knob.budget is None or probed.costs is None or probed.lookout is None:
+        return knob.choose(probed.costs, length), True
+    return probed.lookout.plan(probed.costs, look=look)
 
 
 def _compiled(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> Engine:
@@ -352,7 +365,7 @@ def _plan(loop: Loop, knob: Knobs, hidden: tuple[str, ...], lean: bool) -> Plan:
     try:
         with torch.enable_grad(), gradients_aside(parameters), recording.recomputing():
             probed = _probe(runner, knob, extras, measure=True)
-        recording.count(probe=len(probed.ahead))
-        return knob.choose(probed.costs, loop.inputs.length)
+            recording.count(probe=len(probed.ahead))
+            return _first_plan(probed, knob, loop.inputs.length, look=True)[0]
     finally:
         runner.forget_probe()

@@ -143,6 +143,13 @@ class LoopParts:
     shared: Shared
 
 
+class LateGradient(CheckpointError):
+    """A gradient flows through a part of the state that had none while the first steps ran.
+
+    The backward begins again, with gradients for every part of the state.
+    """
+
+
 class Pullback:
     """Cotangents on their way back through a loop of `length` steps.
 
@@ -215,7 +222,7 @@ class Pullback:
             if edge is None:
                 continue
             if not self._expected[position]:
-                raise CheckpointError(self._lost(piece, position))
+                raise LateGradient(self._lost(piece, position))
             cotangent = self.state[position]
             if cotangent is not None:
                 roots.append(edge)

@@ -8,7 +8,7 @@ the state, and what steps close over, is learned from the first steps, which `pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from lowtide.torch.state.capture import (
 from lowtide.torch.state.generators import Mark, Randomness
 from lowtide.torch.state.hidden import Hidden, HiddenState
 from lowtide.torch.state.surroundings import Look, Things, collected, moved, warn_of_moved
+from lowtide.torch.state.trees import TreeForm
 
 
 @dataclass(slots=True)
@@ -93,6 +94,7 @@ class StepRunner:
         self.profile = Profile([], [])
         self._flows_by_name: dict[str, bool] = {}  # by the names of positions, as in `profile`
         self._form_varies = False  # whether hidden state had different numbers of tensors
+        self._flow_anywhere = False  # whether gradients may flow through parts of the state where none were seen to
         self.first_flags: list[bool] = []  # which positions of the state before step 0 have a gradient
         self.given_flags: list[bool] = []  # and through which of them it flows on
         self.shared = Shared()
@@ -106,13 +108,15 @@ class StepRunner:
 
         # The current state; a part of it is in the modules themselves.
         self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in stepper.init]
-        self.carry = stepper.form.unflatten(self.leaves)
+        self._form = stepper.first.form  # of the current carry
+        self.carry = self._form.unflatten(self.leaves)
         self.last_output: list[Any] = []  # of the step that was taped last
         self.begin = Snapshot(self.leaves, HiddenState(), randomness.start)
 
         self._since = now()  # nodes of graphs from here on are the steps' own
         self._first_runs = True  # until the first sweep is over
         self._put_already = 0  # outputs of steps below this have been handed over
+        self._lowest_pulled = self.length  # steps from here on have been pulled back
         self._draws = False  # whether first runs drew random numbers
 
     # --- the current state
@@ -133,7 +137,7 @@ class StepRunner:
 
     def resume(self, step: int, snapshot: Snapshot) -> None:
         """Make the state at `step` the current one."""
-        self._set_carry(snapshot.leaves)
+        self._set_carry(snapshot.leaves, self.stepper.before(step).form)
         self.hidden.write(snapshot.hidden)
         if step and self.shared.stays:
             self.shared.resumed(step, self.state())
@@ -144,24 +148,44 @@ class StepRunner:
         """Put everything back to where the loop began."""
         self.hidden.undo()
         self.random.restore(self.random.start)
-        self._set_carry(self.begin.leaves)
+        self._set_carry(self.begin.leaves, self.stepper.first.form)
         self.last_output = []
+
+    def rewind(self) -> None:
+        """Make the state before step 0 the current one."""
+        if self._first_runs:
+            self.restart()
+        else:
+            self.resume(0, self.begin)
 
     def forget_carry(self) -> None:
         """There is no current state: the next is one that is resumed."""
         self.leaves, self.carry = [], None
 
-    def _set_carry(self, leaves: list[Any]) -> None:
+    def forget_hidden(self) -> None:
+        """Let modules hold the state of the beginning, so that another, which may be larger, can be freed."""
+        self.hidden.write(self.begin.hidden)
+
+    def _set_carry(self, leaves: list[Any], form: TreeForm | None = None) -> None:
+        """Replace the current carry; by default by one of the same form."""
         self.leaves = leaves
-        self.carry = self.stepper.form.unflatten(leaves)
+        self._form = form or self._form
+        self.carry = self._form.unflatten(leaves)
+
+    def _arrive(self, k: int, carry: Any) -> None:
+        """Step k has returned a carry, which is the current one now."""
+        self.carry, self.leaves = carry, self.stepper.leaves(k, carry)
+        self._form = self.stepper.later.form
 
     def detach_state(self) -> None:
         """Cut the current state off the graph that made it."""
         before = self.state() if self.shared.stays else []
         # A tensor that sits in several places stays one tensor.
         detached = {id(leaf): leaf.detach() for leaf in self.leaves if isinstance(leaf, torch.Tensor)}
+        hidden = self.hidden.leaves()
+        detached |= {id(leaf): leaf.detach() for leaf in hidden if has_gradient(leaf) and id(leaf) not in detached}
         self._set_carry([detached.get(id(leaf), leaf) for leaf in self.leaves])
-        self.hidden.replace([leaf.detach() if has_gradient(leaf) else leaf for leaf in self.hidden.leaves()])
+        self.hidden.replace([detached.get(id(leaf), leaf) for leaf in hidden])
         if self.shared.stays:
             self.shared.moved(before, self.state())
 
@@ -187,12 +211,16 @@ class StepRunner:
     def _root_flags(self, k: int, positions: int) -> list[bool]:
         """For each position of the state before step k, whether gradients may flow through it."""
         flags = self.first_flags if k == 0 else self.profile.state
-        if len(flags) == positions and not (k and self._form_varies):
+        flow_anywhere = k > 0 and self._flow_anywhere
+        if len(flags) == positions and not (k and self._form_varies) and not flow_anywhere:
             return flags
         # Hidden state of another form than usual: what one tensor in a slot was seen to have, all have.
         hidden, count = self.hidden, len(self.leaves)
         rows = zip(hidden.names(), hidden.in_place(), strict=True)
-        return flags[:count] + [self._flows_by_name.get(name, not in_place) for name, in_place in rows]
+        by_name = [(self._flows_by_name.get(name), not in_place) for name, in_place in rows]
+        if flow_anywhere:
+            return [True] * count + [bool(flows) or default for flows, default in by_name]
+        return flags[:count] + [default if flows is None else flows for flows, default in by_name]
 
     # --- running steps without tape
 
@@ -210,8 +238,8 @@ class StepRunner:
     def run_plainly(self, start: int, stop: int) -> list[Any]:
         """Run steps [start, stop) without grad; returns the leaves of the last one's output."""
         f, carry, always, stays = self.stepper.f, self.carry, self.proof.always, self.shared.stays
-        watch = self.stepper.watching(self.leaves) if self._first_runs else None
-        k, take = start, self._take if self._first_runs else None
+        watch = self.stepper.watching(start, self.leaves) if self._first_runs else None
+        k, take, ran = start, self._take if self._first_runs else None, 0
         try:
             with torch.no_grad():
                 for x in self.inputs.rows(start, stop):
@@ -225,15 +253,25 @@ class StepRunner:
                     if always:
                         self.leaves = self.stepper.leaves(k, carry)
                         self._note_state(k + 1)
-                    k += 1
+                    k, ran = k + 1, ran + 1
+                    # Now and then, for a look takes about as long as a small step.
+                    if take is not None and not ran & (ran - 1) and self._has_graph(k - 1, carry):
+                        break
         except Exception:
             self._find_bad_carry(carry)  # was it because of what the step before returned?
             raise
         self._find_bad_carry(carry)
-        self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
-        outputs = self.outputs.leaves(stop - 1, y)
-        self.shared.note(stop, self.state(), outputs)
-        return outputs
+        self._arrive(k - 1, carry)
+        outputs = self.outputs.leaves(k - 1, y)
+        self.shared.note(k, self.state(), outputs)
+        if self._first_runs and self._has_graph(k - 1, carry):  # the step turns grad on by itself
+            self.tape_always()
+            self.detach_state()
+        return outputs if k == stop else self._run_dropping_tapes(k, stop)
+
+    def _has_graph(self, k: int, carry: Any) -> bool:
+        """Whether the state after step k, which ran without grad, has a graph nevertheless."""
+        return any(map(has_gradient, (*self.stepper.leaves(k, carry), *self.hidden.leaves())))
 
     def _run_dropping_tapes(self, start: int, stop: int) -> list[Any]:
         """The same for steps that need grad, or whose graphs are compared: with tapes, which are dropped at once."""
@@ -248,6 +286,7 @@ class StepRunner:
     def run_carefully(self, k: int, x: Any) -> Any:
         """Run step k with every check, in the grad mode that is on; returns its output."""
         self.carry, self.leaves, y = self.stepper.run(k, self.carry, self.leaves, x)
+        self._form = self.stepper.later.form
         return y
 
     def _find_bad_carry(self, carry: Any) -> None:
@@ -304,7 +343,7 @@ class StepRunner:
                     self._check_graph(piece, k, carry, y, ends, began)
                     counts.add(mark - began)
                 k += 1
-            self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
+            self._arrive(stop - 1, carry)
         self._end_piece(piece, stop, y)
         return piece
 
@@ -353,7 +392,7 @@ class StepRunner:
         """What is done with the carry and the output of each step of a piece, where more is wanted than edges."""
         outputs, in_order, stays = self.outputs, self.outputs.in_step_order, self.shared.stays
         checks = self.proof.always and not self._learning  # not before it is known what the state consists of
-        watch = self.stepper.watching(self.leaves) if put else None
+        watch = self.stepper.watching(piece.stop, self.leaves) if put else None
 
         def note(k: int, carry: Any, y: Any) -> None:
             if watch is not None:
@@ -412,19 +451,19 @@ class StepRunner:
 
     def _put(self, k: int, outputs: list[Any]) -> None:
         """Hand over the output of step k's first run; one that was handed over before is let go."""
+        self.proof.output(k, outputs)
         if k >= self._put_already:
             self._put_already = k + 1
             self.outputs.put(k, self.inputs.place(k), outputs)
-            self.proof.output(k, outputs)
             if self.progress is not None:
                 self.progress.update(1)
 
     def _take(self, k: int, y: Any) -> None:
         """`_put` for the output of a step that ran without grad."""
+        self.proof.output(k, [y] if self.outputs.is_tensor else self.outputs.leaves(k, y))
         if k >= self._put_already:
             self._put_already = k + 1
             self.outputs.take(k, self.inputs.place(k), y)
-            self.proof.output(k, [y] if self.outputs.is_tensor else self.outputs.leaves(k, y))
             if self.progress is not None:
                 self.progress.update(1)
 
@@ -443,7 +482,17 @@ class StepRunner:
         self._look = {}
         finals = self.state()
         self.forget_carry()
-        return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in finals]
+        detached = {id(leaf): leaf.detach() for leaf in finals if isinstance(leaf, torch.Tensor)}
+        return [detached.get(id(leaf), leaf) for leaf in finals]
+
+    def results(self, finals: list[Any]) -> list[Any]:
+        """The results of outputs; where the last output is all that counts and part of the final state, it is that."""
+        results = self.outputs.results()
+        if self.outputs.only_last:
+            for entry in reversed(self.shared.at(self.length)):
+                if entry.step == self.length - 1:
+                    results[entry.leaf] = finals[entry.position]
+        return results
 
     @contextmanager
     def rerunning(self) -> Iterator[None]:
@@ -457,6 +506,15 @@ class StepRunner:
         """Inside, steps know that they are run again, and gradients that they add by themselves do not count twice."""
         with gradients_aside(self._graded), recording.recomputing():
             yield
+
+    @property
+    def already(self) -> int:
+        """How many steps have run although the first sweep is not over; those that it runs after a change of plan."""
+        return self._put_already if self._first_runs else 0
+
+    def again(self, k: int) -> AbstractContextManager[None]:
+        """A context for step k, which knows that it is run again if it is."""
+        return self.repeating() if k < self.already else nullcontext()
 
     def refuse_changed(self) -> None:
         """Refuse a loop in which a captured tensor was changed."""
@@ -492,8 +550,9 @@ class StepRunner:
         self.shared.forget(piece.stop)
         count = piece.stop - piece.start
         recording.count(backward=count)
-        if self.progress is not None:
-            self.progress.update(count)
+        if self.progress is not None and piece.start < self._lowest_pulled:  # a backward may begin again
+            self.progress.update(self._lowest_pulled - piece.start)
+            self._lowest_pulled = piece.start
 
     # --- learning from the first steps
 
@@ -655,6 +714,10 @@ class StepRunner:
         """Run steps with grad from here on, even where no tape is kept."""
         self._tapes_always = True
 
+    def let_all_flow(self) -> None:
+        """Gradients flow through parts of the state where the first steps had none: look for them in all parts."""
+        self._flow_anywhere = True
+
     def end_at(self, length: int) -> None:
         """The loop turns out to end after `length` steps."""
         self.length = length
@@ -665,10 +728,10 @@ class StepRunner:
 
     def finish(self, finals: list[Any]) -> Any:
         """Leave the final hidden state in the modules, and forget how the loop began; returns the final carry."""
-        count = len(self.stepper.init)
+        form = self.stepper.later.form
         self.hidden.forget_start()
-        self.hidden.finish(finals[count:])
-        return self.stepper.form.unflatten(finals[:count])
+        self.hidden.finish(finals[form.size :])
+        return form.unflatten(finals[: form.size])
 
 
 def _picks_kernels_by_grad(module: nn.Module) -> bool:

@@ -119,7 +119,7 @@ class _Condition:
 
 
 def _plain(stepper: Stepper, condition: _Condition) -> Any:
-    carry = stepper.form.unflatten(stepper.init)
+    carry = stepper.begin()
     k = 0
     while condition(k, carry):
         carry, _ = stepper.call(k, carry, None)

@@ -250,6 +250,10 @@ class Memory:
         """The keys of the storages that are counted and alive."""
         return set(self._level.lives)
 
+    def bytes_of(self, keys: Iterable[int]) -> int:
+        """The bytes of the storages with these keys, as far as they are counted and alive."""
+        return sum(map(self._level.lives.size, keys))
+
     def restart_peak(self) -> None:
         """Discard the worst moment so far."""
         with self._turn:
@@ -410,6 +414,11 @@ class Lifetimes:
 
     def __iter__(self) -> Iterator[int]:
         return iter(list(self._spans))
+
+    def size(self, key: int) -> int:
+        """The bytes of a living storage, 0 if it is not known."""
+        span = self._spans.get(key)
+        return 0 if span is None else span.size
 
     def begin(self, key: int, size: int, *, left_out: bool = False) -> None:
         """Record that a storage is made."""

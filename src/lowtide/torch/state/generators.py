@@ -75,42 +75,50 @@ class _TorchSource:
 
 
 class _PythonSource:
-    """A `random.Random`.
+    """A `random.Random`; its state is the bytes of its position and its words, and the normal number that waits.
 
-    To ask it for its state makes 625 numbers, which takes longer than many a function. The same numbers lie in the
-    object, behind what every Python object begins with, and are compared there; at import it is made sure that they do,
-    and if not, the object is asked.
+    To ask it for its state makes 625 numbers of Python's, which take longer than many a function, and ten times the
+    room. The same numbers lie in the object, behind what every Python object begins with, and are read there; at import
+    it is made sure that they do, and if not, the object is asked.
     """
 
-    __slots__ = ("generator", "memory")
-    _SIZE = 625 * 4  # the position and 624 words
+    __slots__ = ("_all", "generator", "memory")
 
     def __init__(self, generator: random.Random) -> None:
         self.generator = generator
-        size = _ENOUGH if _python_words_are_known() else 0
-        self.memory = (ctypes.c_char * size).from_address(id(generator) + object.__basicsize__)
+        address, are_known = id(generator) + object.__basicsize__, _python_words_are_known()
+        self.memory = (ctypes.c_char * (_ENOUGH if are_known else 0)).from_address(address)
+        self._all = (ctypes.c_char * (_PYTHONS_WORDS.size if are_known else 0)).from_address(address)
 
     def read(self, known: Any = None) -> Any:
-        words = self.memory.raw or self.generator.getstate()[1]
-        if known is not None and words == known[0] and self.generator.gauss_next == known[1][2]:  # type: ignore[attr-defined]
+        waits = self.generator.gauss_next  # type: ignore[attr-defined]
+        if known is not None and self.memory and known[0].startswith(self.memory.raw) and known[1] == waits:
             return known
-        return words, self.generator.getstate()
+        words = self._all.raw or _words_of(self.generator)
+        return known if known == (words, waits) else (words, waits)
 
     def write(self, state: Any) -> None:
-        self.generator.setstate(state[1])
+        position, *words = _PYTHONS_WORDS.unpack(state[0])
+        self.generator.setstate((random.Random.VERSION, (*words, position), state[1]))
+
+
+_PYTHONS_WORDS = struct.Struct("=625I")  # the position and 624 words
+
+
+def _words_of(generator: random.Random) -> bytes:
+    *words, position = generator.getstate()[1]
+    return _PYTHONS_WORDS.pack(position, *words)
 
 
 @functools.cache
 def _python_words_are_known() -> bool:
     """Whether the words of a `random.Random` lie where they are looked for."""
     base = random.Random.__base__
-    if sys.implementation.name != "cpython" or base.__basicsize__ < object.__basicsize__ + _PythonSource._SIZE:  # type: ignore[union-attr]
+    if sys.implementation.name != "cpython" or base.__basicsize__ < object.__basicsize__ + _PYTHONS_WORDS.size:  # type: ignore[union-attr]
         return False  # pragma: no cover  (another Python)
     generator = random.Random(7)
     generator.random()
-    memory = ctypes.string_at(id(generator) + object.__basicsize__, _PythonSource._SIZE)
-    position, *words = struct.unpack("=625I", memory)
-    return bool((*words, position) == generator.getstate()[1])
+    return ctypes.string_at(id(generator) + object.__basicsize__, _PYTHONS_WORDS.size) == _words_of(generator)
 
 
 def _same(state: Any, other: Any) -> bool:
