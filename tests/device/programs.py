@@ -36,7 +36,7 @@ def run(device: torch.device, module: nn.Module, call: Callable[[], Any], *input
     buffers = [buffer.detach().clone() for buffer in module.buffers()]
     result = call()
     results = [each for each in torch.utils._pytree.tree_leaves(result) if isinstance(each, Tensor)]
-    total = torch.stack([each.double().square().sum() for each in results if each.requires_grad]).sum()
+    total = torch.stack([each.double().square().sum().to(device) for each in results if each.requires_grad]).sum()
     total.backward()
     left = [buffer.detach().clone() for buffer in module.buffers()]
     for buffer, before in zip(module.buffers(), buffers, strict=True):
@@ -51,7 +51,8 @@ def run(device: torch.device, module: nn.Module, call: Callable[[], Any], *input
 
 
 def assert_same(one: Run, other: Run) -> None:
-    for ours, theirs in zip(one, other, strict=True):
+    pairs: list[tuple[list[Any], list[Any]]] = list(zip(one, other, strict=True))
+    for ours, theirs in pairs:
         assert len(ours) == len(theirs)
         for left, right in zip(ours, theirs, strict=True):
             assert (left is None) == (right is None)
@@ -172,7 +173,8 @@ class Block(nn.Module):
             y = nn.functional.dropout(y, 0.2)
         if self.kind == "relu":
             y = nn.functional.relu(y) + y.sigmoid()
-        return x + self.narrow(y) * self.mask
+        result: Tensor = x + self.narrow(y) * self.mask
+        return result
 
 
 BLOCKS = ("plain", "dropout", "norm", "attention", "convolution", "relu")
@@ -188,5 +190,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x.to(block.mask.device))
-        return self.head(x).square().mean()
+            x = block(x.to(next(block.parameters()).device))
+        loss: Tensor = self.head(x).square().mean()
+        return loss

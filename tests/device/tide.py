@@ -24,6 +24,7 @@ from tests.device import kernels
 
 NAME = "tide"
 DEVICES = 2
+rename_privateuse1_backend(NAME)
 _SOURCE = Path(__file__).with_name("tide.cpp")
 _BUILD = _SOURCE.parents[2] / "build"  # git ignores it, and `make clean` removes it
 # Unoptimised, because that takes a third of the time to build: operations are run by the CPU's own kernels.
@@ -66,7 +67,6 @@ def _built() -> Path:
 def extension() -> Any:
     """The compiled device, registered with torch."""
     library = _built()
-    rename_privateuse1_backend(NAME)
     spec = importlib.util.spec_from_file_location(library.stem, library)
     assert spec is not None
     assert spec.loader is not None

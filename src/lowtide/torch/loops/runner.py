@@ -578,6 +578,7 @@ class StepRunner:
         """
         self.hidden.look()
         self.hidden.complete(self.begin.hidden)
+        self.random.meet_devices()
         for generator, state in watch.generators.values():
             self.random.add(generator, state)
         self.begin.random = self.random.start

@@ -62,6 +62,12 @@ class _TorchSource:
         found: bytes = read(state.data_ptr(), state.numel())
         return known if found == known else found
 
+    def beginning(self) -> bytes:
+        """Its state when its device came into use: no number has been drawn from this seed."""
+        twin = torch.Generator(self._generator.device)
+        twin.manual_seed(self._generator.initial_seed())
+        return _TorchSource(twin).read()
+
     def write(self, state: bytes) -> None:
         with self.one_at_a_time:
             # Made of bytes, so that nobody who counts tensors takes it for one of the function\'s.
@@ -189,6 +195,10 @@ _PYTHON = _PythonSource(random.random.__self__)  # type: ignore[attr-defined]
 _NUMPY = _NumpyGlobalSource()
 
 
+# A generator, and a state of it.
+_Mark = tuple[_Source, Any]
+
+
 @functools.cache
 def _sources_of(module: Any) -> tuple[_TorchSource, ...]:
     return tuple(map(_TorchSource, accelerators.generators_of(module)))
@@ -200,9 +210,17 @@ def _devices() -> tuple[_TorchSource, ...]:
     return () if module is None else _sources_of(module)
 
 
+_WITHOUT_DEVICES = (_TORCH, _PYTHON, _NUMPY)
+
+
 def _shared() -> tuple[_Source, ...]:
     """The generators that everybody shares."""
-    return _TORCH, _PYTHON, _NUMPY, *_devices()
+    return *_WITHOUT_DEVICES, *_devices()
+
+
+def _since_in_use(known: int) -> list[_Mark]:
+    """If `known` shared generators are none of a device: those of devices in use by now, and where they began."""
+    return [(source, source.beginning()) for source in _devices()] if known == len(_WITHOUT_DEVICES) else []
 
 
 Signs = tuple[bytes | float | None, ...]
@@ -244,9 +262,6 @@ def state_of(generator: Any) -> Any:
     """The present state of a generator, as `Randomness` keeps it."""
     return _source_of(generator).read()
 
-
-# A generator, and a state of it.
-_Mark = tuple[_Source, Any]
 
 # The latest states of the shared ones, and their signs; calls that find the same have this very list. Not an attribute
 # of a class: Python tells threads that read one of its new value only after it has let the old one go.
@@ -293,7 +308,7 @@ class _StartingThere:
     def __enter__(self) -> None:
         self._torchs, signs = _look()
         if self._signs is None or signs != self._signs:
-            self._marks, self._signs = [*self._shared, *self._marks], None
+            self._marks, self._signs = [*self._shared, *_since_in_use(len(self._shared)), *self._marks], None
         for source, state in self._marks:
             present = source.read(state)
             self._held.append(present)
@@ -321,10 +336,11 @@ Mark = tuple[Any, ...]  # a state of each generator
 class Randomness:
     """The generators that everybody shares and some others, which can be put where they were at any mark."""
 
-    __slots__ = ("_mark", "_seen", "_sources", "start")
+    __slots__ = ("_known", "_mark", "_seen", "_sources", "start")
 
     def __init__(self, generators: Iterable[Any] = ()) -> None:
         self._sources: list[_Source] = list(_shared())
+        self._known = len(self._sources)
         self._seen: set[int] = {id(torch.default_generator), id(random.random.__self__)}  # type: ignore[attr-defined]
         self._mark: Mark = (None,) * len(self._sources)
         for generator in generators:
@@ -344,6 +360,13 @@ class Randomness:
         if id(generator) not in self._seen:
             self._seen.add(id(generator))
             self._sources.append(_source_of(generator))
+            self.start, self._mark = (*self.start, state), (*self._mark, None)
+
+    def meet_devices(self) -> None:
+        """Follow the generators of a device that came into use only now, from where they began."""
+        for source, state in _since_in_use(self._known):
+            self._known += 1
+            self._sources.append(source)
             self.start, self._mark = (*self.start, state), (*self._mark, None)
 
     def mark(self) -> Mark:
@@ -367,7 +390,7 @@ class Randomness:
         try:
             yield
         finally:
-            for source, state in held:
+            for source, state in [*held, *_since_in_use(self._known)]:
                 source.write(state)
 
 
