@@ -449,7 +449,8 @@ class StepRunner:
             self.hidden.complete(snapshot.hidden)
         for flags in (self.first_flags, self.given_flags):
             flags += [False] * (len(self.begin.all_leaves()) - len(flags))
-        self._draws = self.random.mark() is not self.random.start
+        states = zip(self.random.mark(), self.random.start, strict=True)
+        self._draws = any(state is not first for state, first in states)
         self._first_runs = False
         self._look = {}
         finals = self.state()
