@@ -295,6 +295,18 @@ class Meter:
 
         return torch.autograd.graph.saved_tensors_hooks(packed, unpack)
 
+    def packed_anew(self, tensors: list[torch.Tensor]) -> int:
+        """The bytes that hooks around the loop make of tensors that the loop itself saves."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None:
+            return 0
+        before = self.memory.now
+        with self.seeing():
+            held = [hooks[0](_without_graph(tensor)) for tensor in tensors]
+        made = self.memory.now - before
+        del held
+        return made
+
     def leave_room(self, leaves: list[torch.Tensor]) -> None:
         """Raise what the last step needed to the most that any with such leaves needed, if later ones may be traced."""
         if self._lean is not None and self._lean.varies:
@@ -529,6 +541,7 @@ class Lookout:
         self._budget = budget
         self._times = times
         self._keeping = keeping
+        self._packed = meter.packed_anew(runner.differentiated())  # held from the end of the first sweep on
         self.uneven = False  # whether steps were found not to be alike, and are planned so
 
     # --- while the first sweep runs
@@ -644,13 +657,15 @@ class Lookout:
 
     def _floor(self, steps: list[_StepBytes]) -> int:
         """The most bytes that measuring has held, or is foretold to hold."""
-        return max(self._meter.memory.peak, *(step.held for step in steps)) + max(step.start for step in steps)
+        held = max(self._meter.memory.peak, *(step.held for step in steps))
+        return held + max(step.start for step in steps)
 
     def _cost(self, step: _StepBytes, state: int, earlier: _StepBytes, *, several: bool) -> StepCost:
         """What a planner has to know of a step that starts from a state of so many bytes."""
         largest = max((t.nbytes for t in self._runner.captured.targets), default=0)
         if self._runner.proof.compares_graphs:  # steps are taped one by one, and each tape has its own start
             step = replace(step, kept_state=step.state - step.drawn)
+        step = replace(step, start=step.start + self._packed)
         return StepCost(
             max(state, 1),
             step.tape,
