@@ -6,8 +6,8 @@ The odd ones among them have steps that are not alike, or keep tensors where aut
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowtide.torch as lt
 from lowtide.torch import measure
+from lowtide.torch.state import generators
 
 
 @dataclass
@@ -49,12 +50,45 @@ class RandomLoop:
             )
 
 
+class _State(bytes):
+    """The state of one of torch's generators, which tells when it is gone."""
+
+    alive: list[int]  # one number: the bytes of all that are counted together
+
+    def __del__(self) -> None:
+        self.alive[0] -= len(self)
+
+
+@contextmanager
+def _states_counted(alive: list[int]) -> Iterator[None]:
+    """Inside, the bytes of generator states that loops hold are added up."""
+    read = generators.read
+
+    def counted(address: int, size: int) -> bytes:
+        if size < _START:
+            return read(address, size)
+        state = _State(read(address, size))
+        state.alive = alive
+        alive[0] += size
+        return state
+
+    generators.read = counted
+    try:
+        yield
+    finally:
+        generators.read = read
+
+
 class Poll(TorchDispatchMode):
-    """The bytes of storages that operations inside have made, counted after every one of them by asking all of them."""
+    """The bytes of storages that operations inside have made, counted after every one of them by asking all of them.
+
+    And of generator states beyond those at the start.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.states = [0]
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,14 +98,17 @@ class Poll(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
                 storage = leaf.untyped_storage()
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self.now)
+        self.peak = max(self.peak, self.now + max(0, self.states[0] - _START))
         return result
 
     @property
     def now(self) -> int:
-        """The bytes that are alive."""
+        """The bytes of storages that are alive."""
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         return sum(size for _, size in self._alive.values())
+
+
+_START = len(torch.get_rng_state())
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -81,7 +118,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def peaks(loop: RandomLoop, budget: int) -> tuple[int, int]:
     """The most bytes beyond inputs, outputs, parameters and gradients, by `lt.measure` and by `Poll`."""
     poll = Poll()
-    with measure.peak() as memory, poll:
+    with _states_counted(poll.states), measure.peak() as memory, poll:
         carry, ys = loop.run(budget)
         tensors = _tensors((carry, ys))
         outputs = measure.storage_bytes([*tensors, *loop.left()])

@@ -275,7 +275,7 @@ class Engine:
 def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
     """Run the engine's loop; the final carry and the results of outputs, as tensors of the user's graph."""
     runner = engine.runner
-    tensors = [*runner.start_tensors(), *runner.inputs.differentiable, *runner.captured.tensors]
+    tensors = runner.differentiated()
     box: list[Any] = []
     since, kept, token = now(), _Lasting(engine), torch.empty(0, device="cpu")
     results = _Loop.apply(kept, box, token, *tensors)  # type: ignore[no-untyped-call]  # torch's own

@@ -192,6 +192,8 @@ class Pullback:
         cotangents: list[torch.Tensor] = []
         self._enter_state(piece, roots, cotangents)
         self._enter_outputs(piece, roots, cotangents)
+        if not keep:  # where no cotangent enters, what an output's graph has saved is of no use
+            piece.outputs = []
         for arrives, total in zip(self._loop.captured.edges, self.captured, strict=True):
             if total is not None:
                 roots.append(arrives)

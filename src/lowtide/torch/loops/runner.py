@@ -243,6 +243,7 @@ class StepRunner:
         try:
             with torch.no_grad():
                 for x in self.inputs.rows(start, stop):
+                    y = None  # the output of the step before is not held while this one runs
                     carry, y = f(carry, x)
                     if watch is not None:
                         watch(k, carry)
@@ -329,6 +330,7 @@ class StepRunner:
                 ends = None
                 if k == due:
                     ends, due = self._graph_ends(k, carry, xs), walk.next_due(k + 1, last)
+                y = None  # the output of the step before is not held while this one runs
                 carry, y = f(carry, x)
                 if column is not None:
                     prove(k, [y])
@@ -477,7 +479,8 @@ class StepRunner:
             self.hidden.complete(snapshot.hidden)
         for flags in (self.first_flags, self.given_flags):
             flags += [False] * (len(self.begin.all_leaves()) - len(flags))
-        self._draws = self.random.mark() is not self.random.start
+        states = zip(self.random.mark(), self.random.start, strict=True)
+        self._draws = any(state is not first for state, first in states)
         self._first_runs = False
         self._look = {}
         finals = self.state()
@@ -540,6 +543,10 @@ class StepRunner:
         origins = [None if origin is None else origin[1] for origin in self.hidden.origins()]
         rows = zip((*self.stepper.init, *origins), self.given_flags, strict=False)
         return [tensor for tensor, flag in rows if flag]
+
+    def differentiated(self) -> list[torch.Tensor]:
+        """The tensors to which gradients flow: of the state before the first step, inputs, and captured ones."""
+        return [*self.start_tensors(), *self.inputs.differentiable, *self.captured.tensors]
 
     def pullback(self, grads: list[torch.Tensor | None], xs: list[torch.Tensor], length: int) -> Pullback:
         """A backward that begins with these cotangents of outputs and state after `length` steps, for these inputs."""
