@@ -70,7 +70,8 @@ compat:  ## Run a front end's tests with another version: make compat TORCH=2.9.
 	grep -vE '^(torch|jax|jaxlib)==' constraints.txt > $(COMPAT)/constraints.txt
 	$(COMPAT_INSTALL) "$(COMPAT_FRONT)==$(COMPAT_VERSION)" --editable ".[$(COMPAT_EXTRAS),dev]"
 	$(COMPAT_INSTALL) --no-deps --requirement tests/partners.txt
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(COMPAT)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" $(TESTS)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(COMPAT)/bin/python -m pytest -n 2 --dist worksteal -W ignore::DeprecationWarning \
+		-m "not slow" $(TESTS)
 
 clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) demo-output docs/_build docs/_generated .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

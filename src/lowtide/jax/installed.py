@@ -49,6 +49,13 @@ def varying(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return found
 
 
+def unnamed(debug_info: Any, inputs: int, results: int) -> Any:
+    """The debug information of a jaxpr without the names of its inputs and results, which are others."""
+    if hasattr(debug_info, "with_unknown_names"):
+        return debug_info.with_unknown_names()
+    return debug_info._replace(arg_names=("",) * inputs, result_paths=("",) * results)
+
+
 class OlderContext:
     """What `jax.make_user_context` returns, for versions without it: no function that was traced before is used."""
 
