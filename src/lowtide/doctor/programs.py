@@ -30,7 +30,7 @@ class TrainingSize:
 
 QUICK, FULL = (
     TrainingSize(steps=64, layers=4, width=16, batch=4),
-    TrainingSize(steps=200, layers=12, width=256, batch=64),
+    TrainingSize(steps=200, layers=6, width=256, batch=32),
 )
 
 
