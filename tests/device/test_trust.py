@@ -422,3 +422,56 @@ def test_an_accelerator_that_does_not_hand_out_its_generators(monkeypatch: pytes
     first = torch.rand(3, device=TIDE)
     only.set_state(state)
     assert torch.equal(torch.rand(3, device=TIDE), first)
+
+
+# --- streams
+
+
+@pytest.mark.parametrize("call", ["checkpoint", "lean", "loop"])
+def test_a_rerun_is_in_the_stream_of_the_first_run(call: str) -> None:
+    cell, w = programs.Cell("plain", TIDE), torch.ones(4, 8, device=TIDE, requires_grad=True)
+    host = torch.randn(8, 4, 8).pin_memory()
+    used: list[int] = []
+
+    def fetching(x: Tensor) -> Tensor:
+        used.append(torch.accelerator.current_stream().stream_id)
+        there = host[0].to(TIDE, non_blocking=True)  # arrives in that stream
+        return (x * there).exp()
+
+    def train(run: Callable[[], Any], stream: torch.Stream) -> Tensor:
+        torch.accelerator.synchronize()
+        with stream:
+            y = run()
+        torch.accelerator.current_stream().wait_stream(stream)
+        y.sum().backward()
+        found, w.grad = w.grad, None
+        cell.zero_grad()
+        assert found is not None
+        return found
+
+    def step(h: Tensor, x: Tensor) -> Any:
+        y = fetching(w * x)
+        return y.tanh() + h, y
+
+    runs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "checkpoint": (lambda: fetching(w), lambda: lt.checkpoint(fetching, w)),
+        "lean": (lambda: fetching(w), lambda: lt.lean(fetching, w)),
+        "loop": (
+            lambda: programs.plain_scan(step, cell.start(), host.to(TIDE))[1],
+            lambda: lt.checkpointed_scan(step, cell.start(), host.to(TIDE), base=3)[1],
+        ),
+    }
+    plain, ours = runs[call]
+    expected = train(plain, torch.Stream(device=TIDE))
+    used.clear()
+    stream = torch.Stream(device=TIDE)
+    assert torch.equal(train(ours, stream), expected)
+    assert set(used) == {stream.stream_id}
+
+
+def test_activations_in_pinned_memory() -> None:
+    block, x = programs.Block("plain").to(TIDE), torch.randn(6, 16, device=TIDE)
+    plain = programs.run(TIDE, block, lambda: block(x))
+    for call in (lt.checkpoint, lt.lean):
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            programs.assert_same(plain, programs.run(TIDE, block, lambda call=call: call(block, x)))
