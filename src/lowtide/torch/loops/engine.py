@@ -24,6 +24,7 @@ from lowtide.torch.loops.pullback import LateGradient, Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.state.capture import now
+from lowtide.torch.state.samples import one_backward
 from lowtide.torch.state.surroundings import first_look
 
 
@@ -108,8 +109,9 @@ class Engine:
             if actions is None:
                 self._resume(0, runner.begin)
                 actions = self._actions()
-            for action in actions:
-                self._play(action)
+            with one_backward(grads):
+                for action in actions:
+                    self._play(action)
         finally:
             self._snapshots.clear()
             self._pieces.clear()
