@@ -544,6 +544,11 @@ class Lookout:
         self._packed = meter.packed_anew(runner.differentiated())  # held from the end of the first sweep on
         self.uneven = False  # whether steps were found not to be alike, and are planned so
 
+    @property
+    def tapes_apart(self) -> bool:
+        """Whether steps are taped one by one: where they differ, gradients of a stretch's inputs would be in the way."""
+        return self.uneven and bool(self._runner.inputs.differentiable)
+
     # --- while the first sweep runs
 
     def looks_at(self, k: int) -> bool:
@@ -663,7 +668,9 @@ class Lookout:
     def _cost(self, step: _StepBytes, state: int, earlier: _StepBytes, *, several: bool) -> StepCost:
         """What a planner has to know of a step that starts from a state of so many bytes."""
         largest = max((t.nbytes for t in self._runner.captured.targets), default=0)
-        if self._runner.proof.compares_graphs:  # steps are taped one by one, and each tape has its own start
+        if (
+            self.uneven or self._runner.proof.compares_graphs
+        ):  # steps are taped one by one, and each tape has its own start
             step = replace(step, kept_state=step.state - step.drawn)
         step = replace(step, start=step.start + self._packed)
         return StepCost(
