@@ -236,7 +236,8 @@ class Engine:
 
         The state between them then needs no root.
         """
-        return self._pieces.pop() if self._connected and not self.runner.proof.compares_graphs else None
+        apart = self.runner.proof.compares_graphs or (self._lookout is not None and self._lookout.tapes_apart)
+        return self._pieces.pop() if self._connected and not apart else None
 
     def _tape_ahead_again(self, start: int, stop: int) -> int:
         """Run steps that were run ahead, but whose tapes were not all kept, once more to tape them; where they end.

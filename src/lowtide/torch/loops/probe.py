@@ -549,6 +549,11 @@ class Lookout:
         self._packed = meter.packed_anew(runner.differentiated())  # held from the end of the first sweep on
         self.uneven = False  # whether steps were found not to be alike, and are planned so
 
+    @property
+    def tapes_apart(self) -> bool:
+        """Whether steps are taped one by one: where they differ, all gradients of a stretch's inputs are in the way."""
+        return self.uneven and bool(self._runner.inputs.differentiable)
+
     # --- while the first sweep runs
 
     def looks_at(self, k: int) -> bool:
@@ -668,7 +673,7 @@ class Lookout:
     def _cost(self, step: _StepBytes, state: int, earlier: _StepBytes, *, several: bool) -> StepCost:
         """What a planner has to know of a step that starts from a state of so many bytes."""
         largest = max((t.nbytes for t in self._runner.captured.targets), default=0)
-        if self._runner.proof.compares_graphs:  # steps are taped one by one, and each tape has its own start
+        if self.tapes_apart or self._runner.proof.compares_graphs:  # each tape has a start of its own
             step = replace(step, kept_state=step.state - step.drawn)
         step = replace(step, start=step.start + self._packed)
         return StepCost(
