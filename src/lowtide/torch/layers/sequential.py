@@ -214,7 +214,7 @@ def _listed(layers: Any, name: str) -> list[Layer]:
 
 def _uncompiled(run: Callable[..., Any]) -> Callable[..., Any]:
     """The function, kept out of `torch.compile`'s graph: measuring and saved-tensor hooks cannot be traced."""
-    return torch._dynamo.disable(run) if torch.compiler.is_compiling() else run
+    return torch.compiler.disable(run) if torch.compiler.is_compiling() else run
 
 
 def _runs_plainly() -> bool:
