@@ -40,7 +40,9 @@ def checkpoint(
     """
     function(fun, "fun")
     if policy is not None or prevent_cse is not True:
-        names_given = {"static_argnames": static_argnames} if static_argnames else {}  # unknown to jax 0.8
+        names_given: dict[str, Any] = (
+            {"static_argnames": static_argnames} if static_argnames else {}
+        )  # unknown to jax 0.8
         theirs: Callable[..., Any] = jax.checkpoint(
             fun,
             prevent_cse=prevent_cse,
