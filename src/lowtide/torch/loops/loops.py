@@ -8,7 +8,7 @@ checkpointed loop is a plain one that keeps no tapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from lowtide.plan import Plan
 from lowtide.torch.loops.compiling import use_compiled
 from lowtide.torch.loops.engine import Engine, run_loop
 from lowtide.torch.loops.inputs import Inputs
+from lowtide.torch.loops.kernels import try_without_grad
 from lowtide.torch.loops.lean_step import LeanStep
 from lowtide.torch.loops.outputs import Outputs
 from lowtide.torch.loops.probe import Probed, probe
@@ -31,6 +32,7 @@ from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient, gradients_aside
 from lowtide.torch.state.generators import Randomness
 from lowtide.torch.state.hidden import Hidden
+from lowtide.torch.state.transforms import refuse_transforms
 from lowtide.torch.state.trees import form_of
 
 Contexts = Iterable[Callable[[], AbstractContextManager[Any]]]
@@ -242,7 +244,8 @@ def _plain(loop: Loop, pbar: Any) -> tuple[Any, Any]:
     keep, rows = torch.is_grad_enabled(), loop.inputs.connected(loop.inputs.differentiable)
     carry = stepper.begin()
     for k, x in enumerate(rows):
-        carry, y = stepper.call(k, carry, x)
+        with loop.explaining() if k == 0 else nullcontext():
+            carry, y = stepper.call(k, carry, x)
         if keep:
             outputs.keep(k, loop.inputs.place(k), y)
         else:
@@ -297,9 +300,11 @@ def _runner(loop: Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) -> 
 def _checkpointed(loop: Loop, knob: Knobs, extras: _Extras, pbar: Any, advance_with_grad: bool) -> tuple[Any, Any]:
     if not torch.is_grad_enabled() or loop.inputs.length == 0 or recording.runs_plainly():
         return _plain(loop, pbar)
+    refuse_transforms("a checkpointed loop", "lt.scan" if loop.has_carry else "lt.for_loop")
     runner = _runner(loop, extras, pbar, advance_with_grad)
     try:
-        engine = (_compiled if extras.compile else _planned)(runner, loop, knob, extras)
+        with loop.explaining():
+            engine = (_compiled if extras.compile else _planned)(runner, loop, knob, extras)
         carry, results = run_loop(engine)
     except LowtideError:
         runner.restart()
@@ -310,7 +315,22 @@ def _checkpointed(loop: Loop, knob: Knobs, extras: _Extras, pbar: Any, advance_w
 def _planned(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> Engine:
     """Probe the step, and plan."""
     probed = _probe(runner, knob, extras)
-    return Engine(runner, knob.choose(probed.costs, loop.inputs.length).actions, probed.ahead)
+    plan = knob.choose(probed.costs, loop.inputs.length)
+    if knob.plan is not None:
+        refuse_larger_state(runner, plan)
+    if plan.bill.plain_runs:
+        try_without_grad(runner, probed.ahead, loop.target)
+    return Engine(runner, plan.actions, probed.ahead)
+
+
+def refuse_larger_state(runner: StepRunner, plan: Plan) -> None:
+    """Refuse to keep to a budget with a plan that was made for a smaller state, as that of a smaller batch."""
+    planned, now = plan.chain[0].state, runner.state_bytes()
+    if plan.knob.name == "budget" and now > planned:
+        raise InputError(
+            f"the plan keeps a budget with {planned:,} B of state at each step, and the state of this loop has {now:,} B "
+            "(of a larger batch?); plan again with these arguments, or pass budget= in place of plan="
+        )
 
 
 def _compiled(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> Engine:

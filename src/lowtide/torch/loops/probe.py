@@ -29,11 +29,11 @@ from lowtide.torch.loops.outputs import like_of
 from lowtide.torch.loops.pullback import Piece
 from lowtide.torch.loops.runner import Ahead, StepRunner
 from lowtide.torch.memory import recording
-from lowtide.torch.memory.tracker import Memory, storage_bytes, watching
+from lowtide.torch.memory.tracker import Memory, storage_bytes, storage_of, watching
 from lowtide.torch.state.capture import as_it_was_packed
 from lowtide.torch.state.generators import mark_bytes
 
-# Gradients may need a few steps to reach every part of the state; a longer delay is found out later, and refused.
+# Gradients may need a few steps to reach every part of the state; where they need more, all steps are taped at first.
 _MOST_PROBED_STEPS = 16
 
 
@@ -106,6 +106,8 @@ def probe(
             piece = None  # one tape at a time, but for those ahead: the next one is measured
             before = runner.let_go()
             piece, settled = _next(runner, ahead, meter)
+        if not settled:
+            runner.follow_flow()
         if runner.stepper.lean is not None and (meter is not None or keep):
             piece = None
             piece, before = _rehearse(runner, ahead, meter, keep=keep)
@@ -239,7 +241,8 @@ class Meter:
             self.taped = self.after - self.before + room
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.packed.add(tensor.untyped_storage()._cdata)
+        if (storage := storage_of(tensor)) is not None:
+            self.packed.add(storage._cdata)
         return tensor.detach()  # the tensor itself would keep the graph alive that made it
 
     def saved(self, state: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
@@ -253,13 +256,13 @@ class Meter:
 
     def _made(self, leaf: torch.Tensor) -> bool:
         """Whether the step made the leaf's storage."""
-        return self.memory.knows(leaf) and leaf.untyped_storage()._cdata not in self._old
+        storage = storage_of(leaf)
+        return storage is not None and self.memory.knows(leaf) and storage._cdata not in self._old
 
     def keeps(self, leaf: Any) -> bool:
         """Whether the tape holds the leaf's storage."""
-        return isinstance(leaf, torch.Tensor) and (
-            not (self.hooked or self._lean) or leaf.untyped_storage()._cdata in self.packed
-        )
+        storage = storage_of(leaf) if isinstance(leaf, torch.Tensor) else None
+        return storage is not None and (not (self.hooked or self._lean) or storage._cdata in self.packed)
 
 
 def _seeing(meter: Meter | None) -> AbstractContextManager[None]:
@@ -327,7 +330,7 @@ def _costs(
     after = runner.state()
     measured = _step_bytes(runner, meter, piece, before, after)
     cotangent = storage_bytes([leaf for leaf, flag in zip(after, runner.profile.state, strict=False) if flag])
-    largest = max((t.nbytes for t in runner.captured.targets), default=0)
+    largest = max((storage_bytes([target]) for target in runner.captured.targets), default=0)
     pulled, backward = 0, 2 * meter.forward
     if pulls and piece is not None:
         pulled, backward = _pulled(runner, meter, piece, after, keep=keep)

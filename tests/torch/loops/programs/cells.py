@@ -643,7 +643,7 @@ def _(T: int) -> Scan:
     return Scan(step, start, xs, [lin, xs])
 
 
-@program("CRF forward algorithm")
+@program("CRF forward algorithm", outputs_vary=True)
 def _(T: int) -> Scan:
     lin, trans, xs = nn.Linear(4, 5), nn.Parameter(torch.randn(5, 5)), _xs(T)
 
@@ -651,7 +651,7 @@ def _(T: int) -> Scan:
         alpha = torch.logsumexp(alpha[:, :, None] + trans, 1) + lin(x)
         return alpha, None
 
-    return Scan(step, torch.zeros(2, 5), xs, [lin, trans, xs], )
+    return Scan(step, torch.zeros(2, 5), xs, [lin, trans, xs])
 
 
 @program("Viterbi with straight-through maxima")
@@ -801,8 +801,6 @@ def _(T: int) -> For:
 
 
 class ScriptedState(nn.Module):
-    v: torch.Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(4, 4)
@@ -927,7 +925,7 @@ def _burn_in(T: int, *, outputs: bool, steps: int = 20) -> Scan:  # noqa: N803
     return Scan(step, (torch.zeros(2, 6), 0), xs, [cell, xs])
 
 
-@program("burn-in without grad, only the last state is used")
+@program("burn-in without grad, only the last state is used", outputs_vary=True)
 def _(T: int) -> Scan:
     return _burn_in(T, outputs=False)
 
