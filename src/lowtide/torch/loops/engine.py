@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
-from lowtide.torch.loops.pullback import LateGradient, Piece, Pullback
+from lowtide.torch.loops.pullback import LateGradientError, Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.state.capture import now, spare_hooks
@@ -71,9 +71,7 @@ class Engine:
         starts = [g for g, flag in zip(pullback.state, runner.given_flags, strict=False) if flag]
         return [*starts, *pullback.xs(), *pullback.captured]
 
-    def _play_backward(
-        self, grads: list[torch.Tensor | None], actions: Iterator[Action] | None
-    ) -> Pullback | None:
+    def _play_backward(self, grads: list[torch.Tensor | None], actions: Iterator[Action] | None) -> Pullback | None:
         """Play these actions, or all of them once more; what they pulled back, None if that has to begin again."""
         runner = self.runner
         self._pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length, self._final_flags)
@@ -84,7 +82,7 @@ class Engine:
             for action in actions:
                 self._play(action)
             return self._pullback
-        except LateGradient as late:
+        except LateGradientError as late:
             if not runner.let_flow(late.positions):
                 raise
             return None

@@ -78,7 +78,8 @@ class LeanStep:
             if "saved tensor hooks" not in str(error):
                 raise
             raise InputError(
-                f"the step uses a transform of torch.func, of which no lean tape can be made ({error}); leave out lean=True"
+                f"the step uses a transform of torch.func, of which no lean tape can be made ({error}); leave out "
+                "lean=True"
             ) from error
 
     def _compare_numbers(self, carry: Any, x: Any) -> None:

@@ -328,7 +328,7 @@ def refuse_larger_state(runner: StepRunner, plan: Plan) -> None:
     planned, now = plan.chain[0].state, runner.state_bytes()
     if plan.knob.name == "budget" and now > planned:
         raise InputError(
-            f"the plan keeps a budget with {planned:,} B of state at each step, and the state of this loop has {now:,} B "
+            f"the plan keeps a budget with {planned:,} B of state at each step, and this loop's state has {now:,} B "
             "(of a larger batch?); plan again with these arguments, or pass budget= in place of plan="
         )
 

@@ -124,13 +124,13 @@ class Proof:
         what = f"{steps}, run again, raised {type(error).__name__}({error}), and did not at first"
         if isinstance(error, StopIteration):
             why = (
-                "an iterator that it takes items from is at its end after the first runs. Give the items as xs, stacked "
-                "or as lt.Steps(items), or make the iterator an attribute of a module"
+                "an iterator that it takes items from is at its end after the first runs. Give the items as xs, "
+                "stacked or as lt.Steps(items), or make the iterator an attribute of a module"
             )
         else:
             why = (
-                "a counter or a container that it uses is not as it was at first. Count in the carry or in an attribute "
-                "of a module, give what is indexed by step as xs, and take nothing out of containers that are outside"
+                "a counter or a container that it uses is not as it was at first. Count in the carry or in an "
+                "attribute of a module, give what is indexed by step as xs, and take nothing out of containers outside"
             )
         return CheckpointError(f"{what}: {why}.{self._moving()}")
 

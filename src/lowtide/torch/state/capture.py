@@ -432,7 +432,7 @@ class Walk:
             variable = getattr(node, "variable", None)
             if variable is None and unseen:
                 raise CheckpointError(
-                    f"the carry has a {unseen[0]}, whose tensors the loop does not see, so at step {k:,} their gradient "
+                    f"the carry has a {unseen[0]}, whose tensors the loop does not see, so at step {k:,} a gradient "
                     f"would be lost ({node.name()}); make {unseen[0]} a dataclass with its tensors as fields, return "
                     "them in a tuple or a dict, or keep the object as an attribute of a module"
                 )

@@ -1,8 +1,8 @@
 """Nested values taken apart into leaves and put together again, fast enough to do it at every step.
 
 The rules are those of torch's own pytrees (anything registered there is known here), with two exceptions: None has no
-leaves, and an instance of a dataclass whose attributes are its fields is a container of them. A `Form` is learned once from a value; taking apart a later value by it is also the check that the
-structure has not changed.
+leaves, and an instance of a dataclass whose attributes are its fields is a container of them. A `Form` is learned once
+from a value; taking apart a later value by it is also the check that the structure has not changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Solvers in the style of torchdiffeq, simulators, filters, samplers, learning inside of steps, reinforcement learning."""
+"""Solvers in the style of torchdiffeq, simulators, filters, samplers, learning in steps, reinforcement learning."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def _implicit(f: Any, t: Any, y: Any, dt: Any) -> Any:
 
 def _solver(name: str, method: Callable[..., Any]) -> None:
     @program(f"torchdiffeq: odeint, {name}")
-    def make_loop(T: int) -> Scan:
+    def make_loop(length: int) -> Scan:
         field, y0 = Field(), torch.tensor([[2.0, 0.0]]).requires_grad_()
-        ts = torch.linspace(0, 1, T + 1)
+        ts = torch.linspace(0, 1, length + 1)
 
         def step(y: torch.Tensor, t01: Any) -> Any:
             t0, t1 = t01
@@ -77,12 +77,18 @@ def _solver(name: str, method: Callable[..., Any]) -> None:
         return Scan(step, y0, (ts[:-1], ts[1:]), [field, y0])
 
 
-for _name, _method in {"euler": _euler, "midpoint": _midpoint, "heun": _heun, "rk4": _rk4, "implicit": _implicit}.items():
+for _name, _method in {
+    "euler": _euler,
+    "midpoint": _midpoint,
+    "heun": _heun,
+    "rk4": _rk4,
+    "implicit": _implicit,
+}.items():
     _solver(_name, _method)
 
 
 @program("torchdiffeq: dopri5 with adaptive steps")
-def _(T: int) -> While:
+def _(length: int) -> While:
     field, y0 = Field(), torch.tensor([[2.0, 0.0]]).requires_grad_()
 
     def body(state: Any) -> Any:
@@ -97,11 +103,11 @@ def _(T: int) -> While:
         return torch.where(accept, t + dt, t), dt * torch.where(accept, 1.1, 0.7), new
 
     start = (torch.tensor(0.0), torch.tensor(0.05), y0)
-    return While(lambda s: bool(s[0] < 2), body, start, [field, y0], most=T)
+    return While(lambda s: bool(s[0] < 2), body, start, [field, y0], most=length)
 
 
 @program("torchdiffeq: adaptive steps counted in Python numbers")
-def _(T: int) -> While:
+def _(length: int) -> While:
     field, y0 = Field(), torch.tensor([[2.0, 0.0]]).requires_grad_()
 
     def body(state: dict[str, Any]) -> dict[str, Any]:
@@ -112,51 +118,51 @@ def _(T: int) -> While:
         return {"t": state["t"] + dt, "dt": dt * 1.2, "y": half, "tries": state["tries"] + 1}
 
     start = {"t": 0.0, "dt": 0.1, "y": y0, "tries": 0}
-    return While(lambda s: s["t"] < 3 and s["tries"] < 50, body, start, [field, y0], most=T)
+    return While(lambda s: s["t"] < 3 and s["tries"] < 50, body, start, [field, y0], most=length)
 
 
 @program("Euler-Maruyama of a stochastic equation")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     drift, diffusion = nn.Linear(2, 2), nn.Linear(2, 2)
 
     def step(y: torch.Tensor, dt: torch.Tensor) -> Any:
         y = y + drift(y) * dt + diffusion(y).sigmoid() * torch.randn_like(y) * dt.sqrt()
         return y, y
 
-    return Scan(step, torch.zeros(3, 2), torch.full((T,), 0.1), [drift, diffusion])
+    return Scan(step, torch.zeros(3, 2), torch.full((length,), 0.1), [drift, diffusion])
 
 
 @program("Brownian increments drawn before the loop")
-def _(T: int) -> Scan:
-    drift, dw = nn.Linear(2, 2), torch.randn(T, 3, 2) * 0.1
+def _(length: int) -> Scan:
+    drift, dw = nn.Linear(2, 2), torch.randn(length, 3, 2) * 0.1
     return Scan(lambda y, w: (y + 0.1 * drift(y) + w, y), torch.zeros(3, 2), dw, [drift])
 
 
 @program("noise of a generator of one's own")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     drift, g = nn.Linear(2, 2), torch.Generator().manual_seed(3)
 
     def step(y: torch.Tensor, _: Any) -> Any:
         y = y + 0.1 * drift(y) + 0.1 * torch.randn(y.shape, generator=g)
         return y, y
 
-    return Scan(step, torch.zeros(3, 2), None, [drift, g], length=T)
+    return Scan(step, torch.zeros(3, 2), None, [drift, g], length=length)
 
 
 @program("noise of numpy's generator")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     drift, rng = nn.Linear(2, 2), np.random.default_rng(3)
 
     def step(y: torch.Tensor, _: Any) -> Any:
         y = y + 0.1 * drift(y) + 0.1 * torch.from_numpy(rng.normal(size=(3, 2))).float()
         return y, y
 
-    return Scan(step, torch.zeros(3, 2), None, [drift, rng], length=T)
+    return Scan(step, torch.zeros(3, 2), None, [drift, rng], length=length)
 
 
 @program("controlled equation along a path")
-def _(T: int) -> Scan:
-    field, path = nn.Linear(4, 8), torch.randn(T + 1, 3, 2).requires_grad_()
+def _(length: int) -> Scan:
+    field, path = nn.Linear(4, 8), torch.randn(length + 1, 3, 2).requires_grad_()
     dx = path[1:] - path[:-1]
 
     def step(z: torch.Tensor, x: torch.Tensor) -> Any:
@@ -166,7 +172,7 @@ def _(T: int) -> Scan:
 
 
 @program("reversible Heun with two states")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     field = Field()
 
     def step(state: Any, _: Any) -> Any:
@@ -176,14 +182,14 @@ def _(T: int) -> Scan:
         return (y + (f + g) * 0.05, new, g), y
 
     y0 = torch.ones(3, 2)
-    return Scan(step, (y0, y0, torch.zeros(3, 2)), None, [field], length=T)
+    return Scan(step, (y0, y0, torch.zeros(3, 2)), None, [field], length=length)
 
 
 # --- simulators
 
 
 @program("leapfrog of a Hamiltonian network, forces by autograd")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     energy = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def force(q: torch.Tensor) -> torch.Tensor:
@@ -198,11 +204,11 @@ def _(T: int) -> Scan:
         p = p + 0.05 * force(q)
         return (q, p), q
 
-    return Scan(step, (torch.randn(3, 2), torch.zeros(3, 2)), None, [energy], length=T)
+    return Scan(step, (torch.randn(3, 2), torch.zeros(3, 2)), None, [energy], length=length)
 
 
 @program("bodies under gravity")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     masses, x0 = nn.Parameter(torch.rand(4)), torch.randn(4, 2)
 
     def step(state: Any, _: Any) -> Any:
@@ -212,11 +218,11 @@ def _(T: int) -> Scan:
         v = v + 0.01 * a
         return (x + 0.01 * v, v), x
 
-    return Scan(step, (x0, torch.zeros(4, 2)), None, [masses], length=T)
+    return Scan(step, (x0, torch.zeros(4, 2)), None, [masses], length=length)
 
 
 @program("heat equation by a convolution")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     log_k, u0 = nn.Parameter(torch.tensor(-1.0)), torch.rand(1, 1, 8, 8).requires_grad_()
     stencil = torch.tensor([[0.0, 1, 0], [1, -4, 1], [0, 1, 0]])[None, None]
 
@@ -224,11 +230,11 @@ def _(T: int) -> Scan:
         padded = F.pad(u, (1, 1, 1, 1), mode="circular")
         return u + log_k.exp() * 0.2 * F.conv2d(padded, stencil), u.mean()
 
-    return Scan(step, u0, None, [log_k, u0], length=T)
+    return Scan(step, u0, None, [log_k, u0], length=length)
 
 
 @program("wave equation with slices written in place")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     c = nn.Parameter(torch.tensor(0.3))
 
     def step(state: Any, _: Any) -> Any:
@@ -239,11 +245,11 @@ def _(T: int) -> Scan:
         return (new, u), new
 
     u0 = torch.sin(torch.linspace(0, math.pi, 12))
-    return Scan(step, (u0, u0), None, [c], length=T)
+    return Scan(step, (u0, u0), None, [c], length=length)
 
 
 @program("neural cellular automaton with random updates")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     rule = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))
 
     def step(x: torch.Tensor, _: Any) -> Any:
@@ -253,7 +259,7 @@ def _(T: int) -> Scan:
 
     seed = torch.zeros(2, 4, 6, 6)
     seed[:, 3, 3, 3] = 1.0
-    return Scan(step, seed, None, [rule], length=T)
+    return Scan(step, seed, None, [rule], length=length)
 
 
 @dataclass
@@ -266,14 +272,14 @@ class Body:
 
 
 @program("simulator with a dataclass for its state")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     k = nn.Parameter(torch.tensor(2.0))
 
     def step(s: Body, _: Any) -> Any:
         v = s.v - 0.1 * k * s.x
         return Body(s.x + 0.1 * v, v, s.t + 0.1), s.x
 
-    return Scan(step, Body(torch.ones(3), torch.zeros(3)), None, [k], length=T)
+    return Scan(step, Body(torch.ones(3), torch.zeros(3)), None, [k], length=length)
 
 
 @dataclass(frozen=True)
@@ -283,7 +289,7 @@ class Frozen:
 
 
 @program("frozen dataclass, changed by replace, in a tuple with a counter", outputs_vary=True)
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     cell = nn.GRUCell(3, 3)
 
     def step(carry: Any, _: Any) -> Any:
@@ -291,7 +297,7 @@ def _(T: int) -> Scan:
         h = cell(s.x, s.hidden[0])
         return (replace(s, x=s.x + 0.1 * h, hidden=(h,)), t + 1), {"x": s.x, "t": t}
 
-    return Scan(step, (Frozen(torch.ones(2, 3), (torch.zeros(2, 3),)), 0), None, [cell], length=T)
+    return Scan(step, (Frozen(torch.ones(2, 3), (torch.zeros(2, 3),)), 0), None, [cell], length=length)
 
 
 class Plain:
@@ -301,20 +307,24 @@ class Plain:
         self.x = x
 
 
-@program("an object of one's own for a state", refused="a dataclass", instead=lambda T: _as_dataclass(T))
-def _(T: int) -> Scan:
+@program("an object of one's own for a state", refused="a dataclass", instead=lambda length: _as_dataclass(length))
+def _(length: int) -> Scan:
     w = nn.Parameter(torch.randn(3))
-    return Scan(lambda s, _: (Plain(torch.tanh(s.x * w)), s.x), Plain(torch.ones(3)), None, [w], length=T)
+    return Scan(lambda s, _: (Plain(torch.tanh(s.x * w)), s.x), Plain(torch.ones(3)), None, [w], length=length)
 
 
-def _as_dataclass(T: int) -> Scan:  # noqa: N803
+def _as_dataclass(length: int) -> Scan:
     w = nn.Parameter(torch.randn(3))
     init = Body(torch.ones(3), torch.ones(3))
-    return Scan(lambda s, _: (replace(s, x=torch.tanh(s.x * w)), s.x), init, None, [w], length=T)
+    return Scan(lambda s, _: (replace(s, x=torch.tanh(s.x * w)), s.x), init, None, [w], length=length)
 
 
-@program("an environment object that keeps its state", refused="part of the carry|attribute", instead=lambda T: _env(T))
-def _(T: int) -> For:
+@program(
+    "an environment object that keeps its state",
+    refused="part of the carry|attribute",
+    instead=lambda length: _env(length),
+)
+def _(length: int) -> For:
     policy, env = nn.Linear(2, 1), SimpleNamespace(x=torch.zeros(3, 2))
 
     def step(_: torch.Tensor) -> Any:
@@ -322,10 +332,10 @@ def _(T: int) -> For:
         env.x = env.x + 0.1 * torch.cat([a, -a], 1) + 0.1
         return env.x.square().sum(-1)
 
-    return For(step, (torch.zeros(T),), [policy])
+    return For(step, (torch.zeros(length),), [policy])
 
 
-def _env(T: int) -> Scan:  # noqa: N803
+def _env(length: int) -> Scan:
     policy = nn.Linear(2, 1)
 
     def step(x: torch.Tensor, _: torch.Tensor) -> Any:
@@ -333,11 +343,11 @@ def _env(T: int) -> Scan:  # noqa: N803
         x = x + 0.1 * torch.cat([a, -a], 1) + 0.1
         return x, x.square().sum(-1)
 
-    return Scan(step, torch.zeros(3, 2), torch.zeros(T), [policy])
+    return Scan(step, torch.zeros(3, 2), torch.zeros(length), [policy])
 
 
 @program("plant with friction that is called by a method")
-def _(T: int) -> For:
+def _(length: int) -> For:
     class Plant(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -350,12 +360,12 @@ def _(T: int) -> For:
             self.state = {"x": self.state["x"] + 0.1 * v, "v": v}
             return self.state["x"]
 
-    plant, us = Plant(), torch.randn(T, 2).requires_grad_()
+    plant, us = Plant(), torch.randn(length, 2).requires_grad_()
     return For(plant.step, (us,), [plant, us])
 
 
 @program("state dictionary of a module that is written by key")
-def _(T: int) -> For:
+def _(length: int) -> For:
     class Store(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -365,12 +375,12 @@ def _(T: int) -> For:
             self.memory["h"] = torch.tanh(self.lin(x) + self.memory["h"])
             return self.memory["h"]
 
-    net, xs = Store(), torch.randn(T, 3, 2)
+    net, xs = Store(), torch.randn(length, 3, 2)
     return For(net, (xs,), [net])
 
 
 @program("records with and without grad in one dictionary")
-def _(T: int) -> For:
+def _(length: int) -> For:
     class Recording(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -384,12 +394,12 @@ def _(T: int) -> For:
             self.record["step"].append(len(self.record["h"]))
             return self.h
 
-    net, xs = Recording(), torch.randn(T, 3, 2)
+    net, xs = Recording(), torch.randn(length, 3, 2)
     return For(net, (xs,), [net])
 
 
 @program("detached records in a module, and the latest of them")
-def _(T: int) -> For:
+def _(length: int) -> For:
     class Recording(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -401,7 +411,7 @@ def _(T: int) -> For:
             self.seen.append(self.latest)
             return y
 
-    net, xs = Recording(), torch.randn(T, 3, 2)
+    net, xs = Recording(), torch.randn(length, 3, 2)
     return For(net, (xs,), [net])
 
 
@@ -409,8 +419,12 @@ def _(T: int) -> For:
 
 
 @program("Kalman filter")
-def _(T: int) -> Scan:
-    a, log_q, zs = nn.Parameter(torch.eye(2) * 0.9), nn.Parameter(torch.zeros(2)), torch.randn(T, 2).requires_grad_()
+def _(length: int) -> Scan:
+    a, log_q, zs = (
+        nn.Parameter(torch.eye(2) * 0.9),
+        nn.Parameter(torch.zeros(2)),
+        torch.randn(length, 2).requires_grad_(),
+    )
 
     def step(state: Any, z: torch.Tensor) -> Any:
         m, p = state
@@ -423,8 +437,8 @@ def _(T: int) -> Scan:
 
 
 @program("square root Kalman filter by QR")
-def _(T: int) -> Scan:
-    a, zs = nn.Parameter(torch.eye(2) * 0.9 + 0.05), torch.randn(T, 2)
+def _(length: int) -> Scan:
+    a, zs = nn.Parameter(torch.eye(2) * 0.9 + 0.05), torch.randn(length, 2)
 
     def step(state: Any, z: torch.Tensor) -> Any:
         m, s = state
@@ -438,8 +452,8 @@ def _(T: int) -> Scan:
 
 
 @program("extended Kalman filter, Jacobian by autograd")
-def _(T: int) -> Scan:
-    f, zs = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(T, 2)
+def _(length: int) -> Scan:
+    f, zs = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(length, 2)
 
     def step(state: Any, z: torch.Tensor) -> Any:
         m, p = state
@@ -453,8 +467,8 @@ def _(T: int) -> Scan:
 
 
 @program("extended Kalman filter, Jacobian by torch.func", refused="leave out lean=True")
-def _(T: int) -> Scan:
-    f, zs = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(T, 2)
+def _(length: int) -> Scan:
+    f, zs = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(length, 2)
 
     def step(state: Any, z: torch.Tensor) -> Any:
         m, p = state
@@ -468,8 +482,8 @@ def _(T: int) -> Scan:
 
 
 @program("particle filter with resampling")
-def _(T: int) -> Scan:
-    f, zs = nn.Linear(1, 1), torch.randn(T, 1)
+def _(length: int) -> Scan:
+    f, zs = nn.Linear(1, 1), torch.randn(length, 1)
 
     def step(state: Any, z: torch.Tensor) -> Any:
         x, logw = state
@@ -483,8 +497,8 @@ def _(T: int) -> Scan:
 
 
 @program("particle filter that resamples if it has to")
-def _(T: int) -> Scan:
-    f, zs = nn.Linear(1, 1), torch.randn(T, 1)
+def _(length: int) -> Scan:
+    f, zs = nn.Linear(1, 1), torch.randn(length, 1)
 
     def step(state: Any, z: torch.Tensor) -> Any:
         x, logw = state
@@ -499,8 +513,8 @@ def _(T: int) -> Scan:
 
 
 @program("forward algorithm of a hidden Markov model")
-def _(T: int) -> Scan:
-    trans, emit, obs = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 6)), torch.randint(6, (T,))
+def _(length: int) -> Scan:
+    trans, emit, obs = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 6)), torch.randint(6, (length,))
 
     def step(alpha: torch.Tensor, o: torch.Tensor) -> Any:
         alpha = torch.logsumexp(alpha[:, None] + trans.log_softmax(1), 0) + emit.log_softmax(1)[:, o]
@@ -510,7 +524,7 @@ def _(T: int) -> Scan:
 
 
 @program("exponential moving average of statistics without grad")
-def _(T: int) -> For:
+def _(length: int) -> For:
     class Normaliser(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -525,13 +539,13 @@ def _(T: int) -> For:
             out: torch.Tensor = self.lin(x - self.mean)
             return out
 
-    net, xs = Normaliser(), torch.randn(T, 3, 2).requires_grad_()
+    net, xs = Normaliser(), torch.randn(length, 3, 2).requires_grad_()
     return For(net, (xs,), [net, xs])
 
 
 @program("deep state space model with a posterior")
-def _(T: int) -> Scan:
-    prior, post, xs = nn.Linear(3, 6), nn.Linear(5, 6), torch.randn(T, 2, 2)
+def _(length: int) -> Scan:
+    prior, post, xs = nn.Linear(3, 6), nn.Linear(5, 6), torch.randn(length, 2, 2)
 
     def step(z: torch.Tensor, x: torch.Tensor) -> Any:
         (pm, ps), (qm, qs) = prior(z).chunk(2, -1), post(torch.cat([z, x], -1)).chunk(2, -1)
@@ -547,7 +561,7 @@ def _(T: int) -> Scan:
 
 
 @program("Langevin dynamics, samples detached")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     energy = nn.Sequential(nn.Linear(2, 8), nn.SiLU(), nn.Linear(8, 1))
 
     def step(x: torch.Tensor, _: Any) -> Any:
@@ -556,11 +570,11 @@ def _(T: int) -> Scan:
         x = x - 0.1 * grad + 0.1 * torch.randn_like(x)
         return x, x
 
-    return Scan(step, torch.randn(3, 2), None, [energy], length=T)
+    return Scan(step, torch.randn(3, 2), None, [energy], length=length)
 
 
 @program("Langevin dynamics through all steps")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     energy, x0 = nn.Sequential(nn.Linear(2, 8), nn.SiLU(), nn.Linear(8, 1)), torch.randn(3, 2).requires_grad_()
 
     def step(x: torch.Tensor, _: Any) -> Any:
@@ -570,11 +584,11 @@ def _(T: int) -> Scan:
             grad = torch.autograd.grad(energy(x).sum(), x, create_graph=True)[0]
         return x - 0.1 * grad + 0.1 * torch.randn_like(x), None
 
-    return Scan(step, x0, None, [energy, x0], length=T)
+    return Scan(step, x0, None, [energy, x0], length=length)
 
 
 @program("Langevin dynamics in a module that keeps the chain")
-def _(T: int) -> For:
+def _(length: int) -> For:
     class Chain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -587,11 +601,11 @@ def _(T: int) -> For:
             return self.x
 
     net = Chain()
-    return For(net, (torch.randn(T, 3, 2),), [net])
+    return For(net, (torch.randn(length, 3, 2),), [net])
 
 
 @program("Hamiltonian Monte Carlo with acceptance", outputs_vary=True)
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     scale = nn.Parameter(torch.ones(2))
 
     def logp(q: torch.Tensor) -> torch.Tensor:
@@ -607,13 +621,13 @@ def _(T: int) -> Scan:
         accept = torch.rand(q.shape[0]).log() < log_a
         return torch.where(accept[:, None], new, q), accept
 
-    return Scan(step, torch.randn(3, 2), None, [scale], length=T)
+    return Scan(step, torch.randn(3, 2), None, [scale], length=length)
 
 
 @program("DDPM sampler")
-def _(T: int) -> Scan:
-    net, betas = nn.Sequential(nn.Linear(3, 8), nn.SiLU(), nn.Linear(8, 2)), torch.linspace(1e-3, 0.2, T)
-    ts = torch.arange(T).flip(0)
+def _(length: int) -> Scan:
+    net, betas = nn.Sequential(nn.Linear(3, 8), nn.SiLU(), nn.Linear(8, 2)), torch.linspace(1e-3, 0.2, length)
+    ts = torch.arange(length).flip(0)
 
     def step(x: torch.Tensor, tb: Any) -> Any:
         t, beta = tb
@@ -625,7 +639,7 @@ def _(T: int) -> Scan:
 
 
 @program("DDIM sampler with guidance by a gradient")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     net, reward = nn.Linear(2, 2), nn.Linear(2, 1)
 
     def step(x: torch.Tensor, a: torch.Tensor) -> Any:
@@ -636,11 +650,11 @@ def _(T: int) -> Scan:
         x0 = (x - (1 - a).sqrt() * eps) / a.sqrt()
         return a.sqrt() * x0 + (1 - a).sqrt() * eps, None
 
-    return Scan(step, torch.randn(3, 2), torch.linspace(0.5, 0.9, T), [net, reward])
+    return Scan(step, torch.randn(3, 2), torch.linspace(0.5, 0.9, length), [net, reward])
 
 
 @program("Gibbs sampler of a restricted Boltzmann machine")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     w = nn.Parameter(torch.randn(4, 3) / 2)
 
     def step(v: torch.Tensor, _: Any) -> Any:
@@ -649,31 +663,31 @@ def _(T: int) -> Scan:
         pv = (h @ w.t()).sigmoid()
         return torch.bernoulli(pv).detach(), (ph.mean(), pv.mean())
 
-    return Scan(step, torch.bernoulli(torch.full((5, 4), 0.5)), None, [w], length=T)
+    return Scan(step, torch.bernoulli(torch.full((5, 4), 0.5)), None, [w], length=length)
 
 
 @program("Metropolis steps until a random number says stop")
-def _(T: int) -> While:
+def _(length: int) -> While:
     lin, drop = nn.Linear(2, 2), nn.Dropout(0.3)
 
     def body(x: torch.Tensor) -> torch.Tensor:
         return x + 0.1 * drop(torch.tanh(lin(x)))
 
-    return While(lambda _: torch.rand(()).item() < 0.97, body, torch.randn(3, 2), [lin], most=T)
+    return While(lambda _: torch.rand(()).item() < 0.97, body, torch.randn(3, 2), [lin], most=length)
 
 
 @program("a stop condition that draws from its own generator")
-def _(T: int) -> While:
+def _(length: int) -> While:
     lin, drop, g = nn.Linear(2, 2), nn.Dropout(0.3), torch.Generator().manual_seed(1)
 
     def body(x: torch.Tensor) -> torch.Tensor:
         return x + 0.1 * drop(torch.tanh(lin(x)))
 
-    return While(lambda _: torch.rand((), generator=g).item() < 0.97, body, torch.randn(3, 2), [lin, g], most=T)
+    return While(lambda _: torch.rand((), generator=g).item() < 0.97, body, torch.randn(3, 2), [lin, g], most=length)
 
 
 @program("Sinkhorn iterations")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     cost = nn.Parameter(torch.rand(4, 5))
 
     def step(uv: Any, _: Any) -> Any:
@@ -682,11 +696,11 @@ def _(T: int) -> Scan:
         v = -torch.logsumexp(u[:, None] - cost / 0.1, 0)
         return (u, v), None
 
-    return Scan(step, (torch.zeros(4), torch.zeros(5)), None, [cost], length=T)
+    return Scan(step, (torch.zeros(4), torch.zeros(5)), None, [cost], length=length)
 
 
 @program("power iteration until it has converged")
-def _(T: int) -> While:
+def _(length: int) -> While:
     a = nn.Parameter(torch.randn(4, 4))
 
     def body(state: Any) -> Any:
@@ -694,11 +708,11 @@ def _(T: int) -> While:
         new = F.normalize(a @ x, dim=0)
         return new, (new - x).detach().norm()
 
-    return While(lambda s: s[1] > 1e-4, body, (torch.ones(4) / 2, torch.tensor(1.0)), [a], most=T)
+    return While(lambda s: s[1] > 1e-4, body, (torch.ones(4) / 2, torch.tensor(1.0)), [a], most=length)
 
 
 @program("fixed point of a deep equilibrium model")
-def _(T: int) -> While:
+def _(length: int) -> While:
     lin, x = nn.Linear(4, 4), torch.randn(2, 4).requires_grad_()
 
     def body(state: Any) -> Any:
@@ -706,21 +720,23 @@ def _(T: int) -> While:
         new = torch.tanh(0.5 * lin(z) + x)
         return new, (new - z).norm().item(), k + 1
 
-    return While(lambda s: s[1] > 1e-5 and s[2] < 100, body, (torch.zeros(2, 4), 1.0, 0), [lin, x], most=T)
+    return While(lambda s: s[1] > 1e-5 and s[2] < 100, body, (torch.zeros(2, 4), 1.0, 0), [lin, x], most=length)
 
 
-@program("a trace that grows while a loop runs", refused="list that grows|full length", instead=lambda T: _trace(T))
-def _(T: int) -> While:
+@program(
+    "a trace that grows while a loop runs", refused="list that grows|full length", instead=lambda length: _trace(length)
+)
+def _(length: int) -> While:
     lin = nn.Linear(3, 3)
 
     def body(carry: Any) -> Any:
         h, past = carry
         return torch.tanh(lin(h)), [*past, h]
 
-    return While(lambda c: len(c[1]) < T, body, (torch.ones(2, 3), []), [lin])
+    return While(lambda c: len(c[1]) < length, body, (torch.ones(2, 3), []), [lin])
 
 
-def _trace(T: int) -> While:  # noqa: N803
+def _trace(length: int) -> While:
     class Body(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -732,11 +748,11 @@ def _trace(T: int) -> While:  # noqa: N803
             return torch.tanh(self.lin(h))
 
     body = Body()
-    return While(lambda _: len(body.past) < T, body, torch.ones(2, 3), [body])
+    return While(lambda _: len(body.past) < length, body, torch.ones(2, 3), [body])
 
 
 @program("a list in a module that grows while a loop runs")
-def _(T: int) -> While:
+def _(length: int) -> While:
     class Body(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -748,24 +764,24 @@ def _(T: int) -> While:
             return torch.tanh(self.lin(h)) + sum(self.past)
 
     body = Body()
-    return While(lambda _: True, body, torch.ones(2, 3), [body], most=T)
+    return While(lambda _: True, body, torch.ones(2, 3), [body], most=length)
 
 
 @program("a delay line while a loop runs")
-def _(T: int) -> While:
+def _(length: int) -> While:
     lin = nn.Linear(3, 3)
 
     def body(past: tuple[torch.Tensor, ...]) -> Any:
         return (*past[1:], torch.tanh(lin(past[-1] + past[0])))
 
-    return While(lambda _: True, body, (torch.ones(2, 3),) * 22, [lin], most=T)
+    return While(lambda _: True, body, (torch.ones(2, 3),) * 22, [lin], most=length)
 
 
 # --- learning inside of steps
 
 
 @program("MAML: inner steps on a dictionary of parameters")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     net, x, y = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)), torch.randn(5, 1), torch.randn(5, 1)
 
     def step(params: dict[str, torch.Tensor], _: Any) -> Any:
@@ -773,11 +789,11 @@ def _(T: int) -> Scan:
         grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
         return {name: p - 0.1 * g for (name, p), g in zip(params.items(), grads, strict=True)}, loss
 
-    return Scan(step, dict(net.named_parameters()), None, [net], length=T)
+    return Scan(step, dict(net.named_parameters()), None, [net], length=length)
 
 
 @program("MAML with learned rates and torch.func.grad", refused="leave out lean=True")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     net, x, y = nn.Linear(2, 1), torch.randn(5, 2), torch.randn(5, 1)
     rates = nn.Parameter(torch.full((2,), 0.1))
 
@@ -789,11 +805,11 @@ def _(T: int) -> Scan:
         return {n: p - r * grads[n] for (n, p), r in zip(params.items(), rates, strict=True)}, None
 
     init = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
-    return Scan(step, init, None, [rates, *init.values()], length=T)
+    return Scan(step, init, None, [rates, *init.values()], length=length)
 
 
 @program("learned optimiser: an LSTM that gives updates")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     opt, out, a = nn.LSTMCell(1, 5), nn.Linear(5, 1), torch.randn(3, 3)
 
     def step(state: Any, _: Any) -> Any:
@@ -805,11 +821,11 @@ def _(T: int) -> Scan:
         theta = theta + 0.1 * out(hc[0])[:, 0]
         return (theta, hc), (a @ theta - 1).square().sum()
 
-    return Scan(step, (torch.zeros(3), (torch.zeros(3, 5), torch.zeros(3, 5))), None, [opt, out], length=T)
+    return Scan(step, (torch.zeros(3), (torch.zeros(3, 5), torch.zeros(3, 5))), None, [opt, out], length=length)
 
 
 @program("unrolled gradient descent with momentum on a bilevel problem")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     log_lam, x, y = nn.Parameter(torch.tensor(-2.0)), torch.randn(6, 3), torch.randn(6)
 
     def step(state: Any, _: Any) -> Any:
@@ -818,12 +834,12 @@ def _(T: int) -> Scan:
         m = 0.9 * m + grad
         return (w - 0.1 * m, m), None
 
-    return Scan(step, (torch.zeros(3), torch.zeros(3)), None, [log_lam], length=T)
+    return Scan(step, (torch.zeros(3), torch.zeros(3)), None, [log_lam], length=length)
 
 
 @program("test-time training: fast weights with an inner loss")
-def _(T: int) -> Scan:
-    k, v, q, xs = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(T, 2, 4)
+def _(length: int) -> Scan:
+    k, v, q, xs = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(length, 2, 4)
 
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
         grad = k(x).t() @ (k(x) @ w - v(x))
@@ -834,8 +850,8 @@ def _(T: int) -> Scan:
 
 
 @program("three-factor learning with eligibility traces")
-def _(T: int) -> Scan:
-    w, xs = nn.Parameter(torch.randn(4, 3) / 2), torch.rand(T, 2, 4)
+def _(length: int) -> Scan:
+    w, xs = nn.Parameter(torch.randn(4, 3) / 2), torch.rand(length, 2, 4)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         v, trace, fast = state
@@ -848,7 +864,7 @@ def _(T: int) -> Scan:
 
 
 @program("Hebbian plasticity in buffers")
-def _(T: int) -> For:
+def _(length: int) -> For:
     class Plastic(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -861,11 +877,11 @@ def _(T: int) -> For:
             return y
 
     net = Plastic()
-    return For(net, (torch.randn(T, 2, 4),), [net])
+    return For(net, (torch.randn(length, 2, 4),), [net])
 
 
 @program("a local classifier trained by backward inside of the step")
-def _(T: int) -> For:
+def _(length: int) -> For:
     layer, local = nn.Linear(4, 4), nn.Linear(4, 1)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -873,14 +889,14 @@ def _(T: int) -> For:
         local(h.detach()).square().mean().backward()
         return h
 
-    return For(step, (torch.randn(T, 2, 4),), [layer, local])
+    return For(step, (torch.randn(length, 2, 4),), [layer, local])
 
 
 # --- reinforcement learning
 
 
 @program("policy gradient with log probabilities")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     policy = nn.Linear(3, 4)
 
     def step(s: torch.Tensor, _: Any) -> Any:
@@ -889,13 +905,13 @@ def _(T: int) -> Scan:
         s = 0.9 * s + F.one_hot(a, 4)[:, :3].float()
         return s, (dist.log_prob(a), s.sum(-1).detach(), dist.entropy())
 
-    return Scan(step, torch.zeros(2, 3), None, [policy], length=T)
+    return Scan(step, torch.zeros(2, 3), None, [policy], length=length)
 
 
 @program("actor and critic with resets where episodes end")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     body, pi, value = nn.GRUCell(3, 5), nn.Linear(5, 2), nn.Linear(5, 1)
-    obs, done = torch.randn(T, 2, 3), torch.rand(T, 2) < 0.2
+    obs, done = torch.randn(length, 2, 3), torch.rand(length, 2) < 0.2
 
     def step(h: torch.Tensor, x: Any) -> Any:
         o, d = x
@@ -907,19 +923,19 @@ def _(T: int) -> Scan:
 
 
 @program("generalised advantages, from the last step to the first")
-def _(T: int) -> Scan:
-    values = nn.Parameter(torch.randn(T, 2))
+def _(length: int) -> Scan:
+    values = nn.Parameter(torch.randn(length, 2))
 
     def step(acc: torch.Tensor, x: Any) -> Any:
         r, v = x
         acc = r - v + 0.95 * acc
         return acc, acc
 
-    return Scan(step, torch.zeros(2), (torch.randn(T, 2), values), [values])
+    return Scan(step, torch.zeros(2), (torch.randn(length, 2), values), [values])
 
 
 @program("world model imagined ahead with straight-through codes")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     rnn, prior, actor = nn.GRUCell(6, 5), nn.Linear(5, 4), nn.Linear(5, 2)
 
     def step(state: Any, _: Any) -> Any:
@@ -930,12 +946,12 @@ def _(T: int) -> Scan:
         one_hot = F.one_hot(torch.multinomial(probs, 1)[:, 0], 4).float()
         return (h, one_hot + probs - probs.detach()), (h, a)
 
-    return Scan(step, (torch.zeros(2, 5), torch.zeros(2, 4)), None, [rnn, prior, actor], length=T)
+    return Scan(step, (torch.zeros(2, 5), torch.zeros(2, 4)), None, [rnn, prior, actor], length=length)
 
 
 @program("differentiable model predictive control")
-def _(T: int) -> Scan:
-    dyn, us = nn.Linear(3, 2), nn.Parameter(torch.zeros(T, 1))
+def _(length: int) -> Scan:
+    dyn, us = nn.Linear(3, 2), nn.Parameter(torch.zeros(length, 1))
 
     def step(x: torch.Tensor, u: torch.Tensor) -> Any:
         x = x + 0.1 * dyn(torch.cat([x, u]))
@@ -948,18 +964,18 @@ def _(T: int) -> Scan:
 
 
 @program("losses as Python numbers beside tensors", outputs_vary=True)
-def _(T: int) -> For:
+def _(length: int) -> For:
     lin = nn.Linear(3, 3)
 
     def step(x: torch.Tensor) -> Any:
         y = lin(x)
         return y, y.square().mean().item()
 
-    return For(step, (torch.randn(T, 2, 3),), [lin])
+    return For(step, (torch.randn(length, 2, 3),), [lin])
 
 
 @program("a growing list outside, guarded as the documentation says")
-def _(T: int) -> For:
+def _(length: int) -> For:
     lin, rec = nn.Linear(3, 3), []
 
     def step(x: torch.Tensor) -> Any:
@@ -968,50 +984,52 @@ def _(T: int) -> For:
             rec.append(y.detach().mean())
         return y
 
-    return For(step, (torch.randn(T, 2, 3),), [lin])
+    return For(step, (torch.randn(length, 2, 3),), [lin])
 
 
-@program("a counter outside", refused="does not do what it did|run again, raised", instead=lambda T: _counted(T))
-def _(T: int) -> For:
-    lin, rates, turns = nn.Linear(3, 3), torch.rand(T), count()
-    return For(lambda x: lin(x) * rates[next(turns)], (torch.randn(T, 2, 3),), [lin])
+@program(
+    "a counter outside", refused="does not do what it did|run again, raised", instead=lambda length: _counted(length)
+)
+def _(length: int) -> For:
+    lin, rates, turns = nn.Linear(3, 3), torch.rand(length), count()
+    return For(lambda x: lin(x) * rates[next(turns)], (torch.randn(length, 2, 3),), [lin])
 
 
-def _counted(T: int) -> Scan:  # noqa: N803
-    lin, rates = nn.Linear(3, 3), torch.rand(T)
-    return Scan(lambda t, x: (t + 1, lin(x) * rates[t]), 0, torch.randn(T, 2, 3), [lin])
+def _counted(length: int) -> Scan:
+    lin, rates = nn.Linear(3, 3), torch.rand(length)
+    return Scan(lambda t, x: (t + 1, lin(x) * rates[t]), 0, torch.randn(length, 2, 3), [lin])
 
 
-@program("an iterator outside", refused="run again", instead=lambda T: _zipped(T))
-def _(T: int) -> For:
-    lin, batches = nn.Linear(3, 3), iter(torch.randn(T, 2, 3))
-    return For(lambda _: lin(next(batches)), (torch.zeros(T),), [lin])
+@program("an iterator outside", refused="run again", instead=lambda length: _zipped(length))
+def _(length: int) -> For:
+    lin, batches = nn.Linear(3, 3), iter(torch.randn(length, 2, 3))
+    return For(lambda _: lin(next(batches)), (torch.zeros(length),), [lin])
 
 
-def _zipped(T: int) -> For:  # noqa: N803
+def _zipped(length: int) -> For:
     lin = nn.Linear(3, 3)
-    return For(lin, (torch.randn(T, 2, 3),), [lin])
+    return For(lin, (torch.randn(length, 2, 3),), [lin])
 
 
-@program("items of a list that is popped", refused="run again", instead=lambda T: _zipped(T))
-def _(T: int) -> For:
-    lin, items = nn.Linear(3, 3), list(torch.randn(T, 2, 3))
-    return For(lambda _: lin(items.pop()), (torch.zeros(T),), [lin])
+@program("items of a list that is popped", refused="run again", instead=lambda length: _zipped(length))
+def _(length: int) -> For:
+    lin, items = nn.Linear(3, 3), list(torch.randn(length, 2, 3))
+    return For(lambda _: lin(items.pop()), (torch.zeros(length),), [lin])
 
 
 @program("inputs that are fetched by Steps")
-def _(T: int) -> Scan:
-    cell, items = nn.GRUCell(3, 4), [torch.randn(2, 3) for _ in range(T)]
+def _(length: int) -> Scan:
+    cell, items = nn.GRUCell(3, 4), [torch.randn(2, 3) for _ in range(length)]
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         h = cell(x, h)
         return h, h
 
-    return Scan(step, torch.zeros(2, 4), lt.Steps(items), [cell], length=T)
+    return Scan(step, torch.zeros(2, 4), lt.Steps(items), [cell], length=length)
 
 
 @program("hooks that clip the gradients of all parameters, some of them unused")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     cell, unused = nn.GRUCell(3, 4), nn.Linear(2, 2)
     net = nn.ModuleDict({"cell": cell, "unused": unused})
     for p in net.parameters():
@@ -1027,12 +1045,12 @@ def _(T: int) -> Scan:
             return h, h
 
     step = Stepping()
-    return Scan(step, torch.zeros(2, 4), torch.randn(T, 2, 3), [step])
+    return Scan(step, torch.zeros(2, 4), torch.randn(length, 2, 3), [step])
 
 
 @program("gradients of states are clipped by hooks inside of the step")
-def _(T: int) -> Scan:
-    cell, xs = nn.GRUCell(3, 4), torch.randn(T, 2, 3)
+def _(length: int) -> Scan:
+    cell, xs = nn.GRUCell(3, 4), torch.randn(length, 2, 3)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         h = cell(x, h)
@@ -1044,8 +1062,8 @@ def _(T: int) -> Scan:
 
 
 @program("shared weights before, in and after the loop")
-def _(T: int) -> Scan:
-    w, xs = nn.Parameter(torch.randn(3, 3) / 2), torch.randn(T, 2, 3)
+def _(length: int) -> Scan:
+    w, xs = nn.Parameter(torch.randn(3, 3) / 2), torch.randn(length, 2, 3)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         h = torch.tanh(h @ w + x)
@@ -1055,8 +1073,8 @@ def _(T: int) -> Scan:
 
 
 @program("state in double precision beside single precision")
-def _(T: int) -> Scan:
-    w, xs = nn.Parameter(torch.randn(3)), torch.randn(T, 3)
+def _(length: int) -> Scan:
+    w, xs = nn.Parameter(torch.randn(3)), torch.randn(length, 3)
 
     def step(acc: torch.Tensor, x: torch.Tensor) -> Any:
         acc = acc * 0.9 + (x * w).double()
@@ -1066,8 +1084,8 @@ def _(T: int) -> Scan:
 
 
 @program("integer and boolean states")
-def _(T: int) -> Scan:
-    lin, xs = nn.Linear(3, 3), torch.randn(T, 2, 3)
+def _(length: int) -> Scan:
+    lin, xs = nn.Linear(3, 3), torch.randn(length, 2, 3)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         counts, seen, h = state
@@ -1080,8 +1098,8 @@ def _(T: int) -> Scan:
 
 
 @program("first state a Python number")
-def _(T: int) -> Scan:
-    lin, xs = nn.Linear(3, 3), torch.randn(T, 2, 3)
+def _(length: int) -> Scan:
+    lin, xs = nn.Linear(3, 3), torch.randn(length, 2, 3)
 
     def step(v: Any, x: torch.Tensor) -> Any:
         v = 0.9 * v + lin(x)
@@ -1091,8 +1109,8 @@ def _(T: int) -> Scan:
 
 
 @program("cache in a dictionary that the first step fills")
-def _(T: int) -> Scan:
-    enc, lin, xs = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(T, 2, 3)
+def _(length: int) -> Scan:
+    enc, lin, xs = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(length, 2, 3)
 
     def step(cache: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
         if "h" not in cache:
@@ -1104,8 +1122,8 @@ def _(T: int) -> Scan:
 
 
 @program("complex amplitudes of a quantum circuit")
-def _(T: int) -> Scan:
-    angles = nn.Parameter(torch.randn(T, 2))
+def _(length: int) -> Scan:
+    angles = nn.Parameter(torch.randn(length, 2))
 
     def step(psi: torch.Tensor, a: torch.Tensor) -> Any:
         c, s = torch.cos(a[0] / 2), torch.sin(a[0] / 2)
@@ -1117,8 +1135,8 @@ def _(T: int) -> Scan:
 
 
 @program("backward of only some outputs, nested in structures")
-def _(T: int) -> Scan:
-    lin, xs = nn.Linear(3, 3), torch.randn(T, 2, 3)
+def _(length: int) -> Scan:
+    lin, xs = nn.Linear(3, 3), torch.randn(length, 2, 3)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         h = torch.tanh(lin(x) + h)
@@ -1128,6 +1146,6 @@ def _(T: int) -> Scan:
 
 
 @program("nothing needs a gradient")
-def _(T: int) -> Scan:
-    lin, xs = nn.Linear(3, 3).requires_grad_(False), torch.randn(T, 2, 3)
+def _(length: int) -> Scan:
+    lin, xs = nn.Linear(3, 3).requires_grad_(False), torch.randn(length, 2, 3)
     return Scan(lambda h, x: (torch.tanh(lin(x) + h), h), torch.zeros(2, 3), xs, [lin])

@@ -66,7 +66,7 @@ Make = Callable[[int], Loop]
 
 @dataclass(frozen=True)
 class Entry:
-    """A program of the table: `make(T)` makes it afresh."""
+    """A program of the table: `make(length)` makes it afresh."""
 
     name: str
     make: Make
