@@ -386,15 +386,10 @@ class Randomness:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, anything may be drawn; afterwards the states are what they were."""
-        held = [(source, source.read()) for source in self._sources]
+        mark = self.mark()
         try:
             yield
         finally:
-            for source, state in [*held, *_since_in_use(self._known)]:
+            self.restore(mark)
+            for source, state in _since_in_use(self._known):
                 source.write(state)
-
-
-def mark_bytes(mark: Mark, start: Mark) -> int:
-    """Bytes of a snapshot's random states that are not those of the start."""
-    before = {id(state) for state in start}
-    return sum(len(state) for state in mark if isinstance(state, bytes) and id(state) not in before)
