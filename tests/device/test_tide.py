@@ -150,3 +150,82 @@ def test_the_clock_of_the_host_stands_still_until_it_waits() -> None:
     assert clock() == began
     torch.accelerator.synchronize()
     assert 0.03 < clock() - began < 0.04  # 2e9 FLOPs at 1e11 a second, and 12 MB at 1e9
+
+
+def _stream() -> torch.Stream:
+    return torch.Stream(device="tide")
+
+
+def test_copies_that_need_not_block_arrive_when_they_are_waited_for() -> None:
+    here = torch.ones(4).pin_memory()
+    assert here.is_pinned()
+    there = torch.zeros(4, device="tide")
+    torch.accelerator.synchronize()
+    stream = _stream()
+    with tide.Watch() as watch, stream:
+        there.copy_(here, non_blocking=True)
+    assert (there + 0).tolist() == [0.0] * 4  # nobody has waited
+    assert watch.waits == watch.counts["from_host"] == 0
+    torch.accelerator.current_stream().wait_stream(stream)
+    assert (there + 0).tolist() == [1.0] * 4
+    back = torch.zeros(4).pin_memory()
+    with stream:
+        back.copy_(there, non_blocking=True)
+    assert back.tolist() == [0.0] * 4
+    stream.synchronize()
+    assert back.tolist() == [1.0] * 4
+
+
+def test_a_stream_comes_after_what_waits_in_it() -> None:
+    there = torch.zeros(4, device="tide")
+    there.copy_(torch.ones(4).pin_memory(), non_blocking=True)
+    assert (there + 1).tolist() == [2.0] * 4
+
+
+def test_an_event_is_waited_for() -> None:
+    there, stream = torch.zeros(4, device="tide"), _stream()
+    with stream:
+        there.copy_(torch.ones(4).pin_memory(), non_blocking=True)
+        event = stream.record_event()
+    assert not event.query()
+    torch.accelerator.current_stream().wait_event(event)
+    assert (there + 0).tolist() == [1.0] * 4
+    assert event.query()
+
+
+def test_memory_that_is_freed_before_a_stream_has_used_it() -> None:
+    stream, before = _stream(), tide.allocated()
+    for recorded in (False, True):
+        there, back = torch.ones(4, device="tide"), torch.zeros(4).pin_memory()
+        with tide.Watch() as watch:
+            with stream:
+                back.copy_(there, non_blocking=True)
+            if recorded:
+                there.record_stream(stream)
+            del there
+        assert watch.counts["hazards"] == (not recorded)
+        assert tide.allocated() == before + 16 * recorded
+        stream.synchronize()
+        assert (back.tolist() == [1.0] * 4) == recorded
+        assert tide.allocated() == before
+
+
+def test_copies_in_a_stream_take_their_time_beside_computing() -> None:
+    clock, stream = tide.extension().host_seconds, _stream()
+    x, there, here = torch.randn(1000, 1000, device="tide"), torch.empty(250_000, device="tide"), torch.empty(250_000)
+    here = here.pin_memory()
+    torch.accelerator.synchronize()
+    began = clock()
+    x @ x  # 0.032 seconds
+    with stream:
+        there.copy_(here, non_blocking=True)  # 0.010
+    torch.accelerator.synchronize()
+    assert 0.03 < clock() - began < 0.04
+
+
+def test_pinned_bytes_are_counted() -> None:
+    before = tide.extension().pinned_bytes()[0]
+    here = torch.empty(100, pin_memory=True)
+    assert tide.extension().pinned_bytes()[0] == before + 400
+    del here
+    assert tide.extension().pinned_bytes()[0] == before

@@ -6,7 +6,10 @@
 // backwards on threads of its own, and takes note of whatever makes the host wait: values that are read, copies to the
 // host, synchronisation, operations whose result has a size that depends on values.
 //
-// It does not compute late: an operation has been done when it returns. What takes time is counted by a clock of its own.
+// It computes at once, but copies late: a copy between a device and pinned memory that need not block waits in its stream
+// until something waits for that stream, so that who does not wait finds the numbers of before. Memory that is freed while
+// another stream has yet to copy from or to it is filled with rubbish, unless that stream was recorded. What takes time is
+// counted by a clock of its own.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -25,7 +28,11 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <deque>
+#include <functional>
+#include <map>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 
 namespace {
@@ -42,13 +49,25 @@ struct Counts {
   int64_t from_host = 0;  // copies from the host
   int64_t syncs = 0;      // synchronisations
   int64_t operations = 0;
+  int64_t hazards = 0;  // memory freed while a stream that nobody had recorded was about to use it
+};
+
+struct Task {
+  std::function<void()> run;
+  std::vector<std::shared_ptr<void>> memory;  // what it reads and writes
+};
+
+struct Stream {
+  std::deque<Task> tasks;
+  int64_t submitted = 0, finished = 0;
+  double seconds = 0;  // until which it is busy
 };
 
 struct State {
   c10::CachingDeviceAllocator::DeviceStats stats;
   int64_t limit = 0;  // bytes; 0 for none
   Counts counts;
-  double seconds = 0;  // until which the device is busy
+  std::map<int64_t, Stream> streams;
 };
 
 std::recursive_mutex turn;  // for everything that devices share
@@ -66,15 +85,40 @@ void count(c10::DeviceIndex device, Change change) {
   change(states[device].counts);
 }
 
-// The device has more to do; it begins when the host tells it to, or when it is done with what came before.
+thread_local int64_t current_streams[kDevices] = {};
+
+Stream& stream_of(c10::DeviceIndex device) { return states[device].streams[current_streams[device]]; }
+
+// A stream has more to do; it begins when the host tells it to, or when it is done with what came before.
 void work(c10::DeviceIndex device, double seconds) {
   std::lock_guard<std::recursive_mutex> guard(turn);
-  states[device].seconds = std::max(states[device].seconds, host_seconds) + seconds;
+  auto& stream = stream_of(device);
+  stream.seconds = std::max(stream.seconds, host_seconds) + seconds;
 }
 
-void wait(c10::DeviceIndex device) {
+// Do what waits in a stream, up to and with this task.
+void drain(Stream& stream, int64_t until) {
   std::lock_guard<std::recursive_mutex> guard(turn);
-  host_seconds = std::max(host_seconds, states[device].seconds);
+  while (!stream.tasks.empty() && stream.finished < until) {
+    auto task = std::move(stream.tasks.front());
+    stream.tasks.pop_front();
+    ++stream.finished;
+    task.run();
+  }
+}
+
+void wait(Stream& stream) {
+  std::lock_guard<std::recursive_mutex> guard(turn);
+  drain(stream, stream.submitted);
+  host_seconds = std::max(host_seconds, stream.seconds);
+}
+
+void wait(c10::DeviceIndex device) { wait(stream_of(device)); }
+
+// What is computed in a stream comes after what waits there.
+void come_after(c10::DeviceIndex device) {
+  auto& stream = stream_of(device);
+  drain(stream, stream.submitted);
 }
 
 // --- memory
@@ -82,19 +126,42 @@ void wait(c10::DeviceIndex device) {
 struct Block {
   c10::DeviceIndex device;
   size_t size;
+  int64_t stream;  // that it was allocated in; what that does comes before what the memory is used for next
+  std::shared_ptr<void> memory;
+  std::set<int64_t> recorded;
 };
 
 std::unordered_map<void*, Block> blocks;
+
+bool waits_for(const Stream& stream, const std::shared_ptr<void>& memory) {
+  for (const auto& task : stream.tasks) {
+    if (std::find(task.memory.begin(), task.memory.end(), memory) != task.memory.end()) return true;
+  }
+  return false;
+}
 
 struct TideAllocator final : public c10::DeviceAllocator {
   static void free(void* pointer) {
     if (pointer == nullptr) return;
     std::lock_guard<std::recursive_mutex> guard(turn);
     const auto found = blocks.find(pointer);
-    states[found->second.device].stats.allocated_bytes[kAll].decrease(found->second.size);
+    const Block block = std::move(found->second);
     blocks.erase(found);
-    c10::free_cpu(pointer);
+    auto& state = states[block.device];
+    for (auto& [id, stream] : state.streams) {
+      if (id == block.stream || !waits_for(stream, block.memory)) continue;
+      if (block.recorded.count(id) > 0) {  // its bytes are free when that stream has come so far
+        stream.tasks.push_back({[&state, block] { give_back(state, block.size); }, {}});
+        ++stream.submitted;
+        return;
+      }
+      ++state.counts.hazards;
+      std::memset(pointer, 0xFF, block.size);
+    }
+    give_back(state, block.size);
   }
+
+  static void give_back(State& state, size_t size) { state.stats.allocated_bytes[kAll].decrease(size); }
 
   c10::DataPtr allocate_on(c10::DeviceIndex device, size_t size) {
     std::lock_guard<std::recursive_mutex> guard(turn);
@@ -108,7 +175,8 @@ struct TideAllocator final : public c10::DeviceAllocator {
     }
     void* pointer = size > 0 ? c10::alloc_cpu(size) : nullptr;
     if (pointer != nullptr) {
-      blocks[pointer] = {device, size};
+      const std::shared_ptr<void> memory(pointer, [](void* each) { c10::free_cpu(each); });
+      blocks[pointer] = {device, size, current_streams[device], memory, {}};
       allocated.increase(size);
     }
     return {pointer, pointer, &free, c10::Device(kType, device)};
@@ -119,7 +187,11 @@ struct TideAllocator final : public c10::DeviceAllocator {
   void copy_data(void* to, const void* from, std::size_t size) const override { std::memcpy(to, from, size); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
+    std::lock_guard<std::recursive_mutex> guard(turn);
+    const auto found = blocks.find(pointer.get());
+    if (found != blocks.end()) found->second.recorded.insert(stream.id());
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     std::lock_guard<std::recursive_mutex> guard(turn);
     return states[device].stats;
@@ -135,6 +207,42 @@ struct TideAllocator final : public c10::DeviceAllocator {
 };
 
 TideAllocator allocator;
+
+// The host's memory that copies may be late in: a copy that waits keeps it.
+struct PinnedAllocator final : public c10::Allocator {
+  static void free(void* pointer) {
+    std::lock_guard<std::recursive_mutex> guard(turn);
+    live -= sizes.at(pointer);
+    sizes.erase(pointer);
+    memory.erase(pointer);
+  }
+  c10::DataPtr allocate(size_t size) override {
+    void* pointer = c10::alloc_cpu(std::max<size_t>(size, 1));
+    std::lock_guard<std::recursive_mutex> guard(turn);
+    memory.emplace(pointer, std::shared_ptr<void>(pointer, [](void* each) { c10::free_cpu(each); }));
+    sizes[pointer] = size;
+    live += static_cast<int64_t>(size);
+    peak = std::max(peak, live);
+    return {pointer, pointer, &free, c10::Device(at::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  void copy_data(void* to, const void* from, std::size_t size) const override { std::memcpy(to, from, size); }
+
+  static inline std::map<const void*, std::shared_ptr<void>> memory;
+  static inline std::map<const void*, size_t> sizes;
+  static inline int64_t live = 0, peak = 0;
+};
+
+PinnedAllocator pinned;
+
+std::shared_ptr<void> pinned_memory(const void* pointer) {
+  std::lock_guard<std::recursive_mutex> guard(turn);
+  auto found = PinnedAllocator::memory.upper_bound(pointer);
+  if (found == PinnedAllocator::memory.begin()) return nullptr;
+  --found;
+  const auto* begin = static_cast<const char*>(found->first);
+  return pointer < begin + std::max<size_t>(PinnedAllocator::sizes.at(found->first), 1) ? found->second : nullptr;
+}
 
 // --- devices and streams
 
@@ -152,27 +260,75 @@ struct TideGuard final : public c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
-  static c10::Stream only(c10::Device device) {
-    return c10::Stream(c10::Stream::DEFAULT, c10::Device(kType, device.has_index() ? device.index() : current));
+  static c10::DeviceIndex index(c10::Device device) { return device.has_index() ? device.index() : current; }
+  static c10::Stream numbered(c10::Device device, int64_t id) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, index(device)), id);
   }
-  c10::Stream getStream(c10::Device device) const override { return only(device); }
-  c10::Stream getDefaultStream(c10::Device device) const override { return only(device); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return only(device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return only(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream& stream) const override { synchronizeDevice(stream.device_index()); }
+  c10::Stream getStream(c10::Device device) const override { return numbered(device, current_streams[index(device)]); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return numbered(device, 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    static std::atomic<int64_t> last{0};
+    return numbered(device, ++last);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto before = getStream(stream.device());
+    current_streams[stream.device_index()] = stream.id();
+    return before;
+  }
+  static Stream& found(const c10::Stream& stream) { return states[stream.device_index()].streams[stream.id()]; }
+  bool queryStream(const c10::Stream& stream) const override { return found(stream).tasks.empty(); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    count(stream.device_index(), [](Counts& counts) { ++counts.syncs; });
+    wait(found(stream));
+  }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     const auto which = device < 0 ? current : device;
     count(which, [](Counts& counts) { ++counts.syncs; });
-    wait(which);
+    std::lock_guard<std::recursive_mutex> guard(turn);
+    for (auto& [id, stream] : states[which].streams) wait(stream);
   }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override { synchronizeDevice(current); }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+
+  struct Event {
+    c10::DeviceIndex device;
+    Stream* stream;
+    int64_t submitted;
+    double seconds;
+  };
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    std::lock_guard<std::recursive_mutex> guard(turn);
+    if (*event == nullptr) *event = new Event();
+    auto& of = found(stream);
+    *static_cast<Event*>(*event) = {stream.device_index(), &of, of.submitted, of.seconds};
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event == nullptr) return;
+    std::lock_guard<std::recursive_mutex> guard(turn);
+    const auto until = *static_cast<Event*>(event);
+    auto& waiting = found(stream);
+    waiting.seconds = std::max(waiting.seconds, until.seconds);
+    if (until.stream->finished >= until.submitted || until.stream == &waiting) return;
+    waiting.tasks.push_back({[until] { drain(*until.stream, until.submitted); }, {}});
+    ++waiting.submitted;
+  }
+  bool queryEvent(void* event) const override {
+    if (event == nullptr) return true;
+    std::lock_guard<std::recursive_mutex> guard(turn);
+    const auto* until = static_cast<Event*>(event);
+    return until->stream->finished >= until->submitted;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event == nullptr) return;
+    std::lock_guard<std::recursive_mutex> guard(turn);
+    const auto* until = static_cast<Event*>(event);
+    count(until->device, [](Counts& counts) { ++counts.syncs; });
+    drain(*until->stream, until->submitted);
+    host_seconds = std::max(host_seconds, until->seconds);
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
+    allocator.recordStream(pointer, stream);
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, TideGuard);
@@ -227,8 +383,8 @@ struct TideHooks final : public at::PrivateUse1HooksInterface {
     return before;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
-  bool isPinnedPtr(const void*) const override { return false; }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  bool isPinnedPtr(const void* pointer) const override { return pinned_memory(pointer) != nullptr; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
     return at::make_generator<TideGenerator>(device < 0 ? current : device);
@@ -284,21 +440,38 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   return alias;
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool /*non_blocking*/) {
+std::shared_ptr<void> memory_of(const at::Tensor& tensor) {
+  if (!tensor.is_privateuseone()) return pinned_memory(tensor.storage().data());
+  std::lock_guard<std::recursive_mutex> guard(turn);
+  return blocks.at(tensor.storage().mutable_data()).memory;
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (from.numel() == 0) return to;
   const double bytes = static_cast<double>(to.nbytes());
-  if (!to.is_privateuseone()) {
-    count(from.device().index(), [](Counts& counts) { ++counts.to_host; });
-    work(from.device().index(), bytes / link_bytes_per_second);
-    wait(from.device().index());
-  } else if (!from.is_privateuseone()) {
-    count(to.device().index(), [](Counts& counts) { ++counts.from_host; });
-    work(to.device().index(), bytes / link_bytes_per_second);
-    wait(to.device().index());
-  } else {
-    count(to.device().index(), [](Counts& counts) { ++counts.operations; });
-    work(to.device().index(), 2 * bytes / (from.device() == to.device() ? bytes_per_second : link_bytes_per_second));
+  if (to.is_privateuseone() && from.is_privateuseone()) {
+    const auto device = to.device().index();
+    count(device, [](Counts& counts) { ++counts.operations; });
+    come_after(from.device().index());
+    come_after(device);
+    work(device, 2 * bytes / (from.device() == to.device() ? bytes_per_second : link_bytes_per_second));
+    on_cpu(to).copy_(on_cpu(from));
+    return to;
   }
+  const bool is_up = to.is_privateuseone();
+  const auto device = (is_up ? to : from).device().index();
+  work(device, bytes / link_bytes_per_second);
+  const auto memory = memory_of(is_up ? from : to);
+  if (non_blocking && memory != nullptr) {
+    std::lock_guard<std::recursive_mutex> guard(turn);
+    auto& stream = stream_of(device);
+    stream.tasks.push_back(
+        {[to = on_cpu(to), from = on_cpu(from)] { at::Tensor(to).copy_(from); }, {memory, memory_of(is_up ? to : from)}});
+    ++stream.submitted;
+    return to;
+  }
+  count(device, [is_up](Counts& counts) { ++(is_up ? counts.from_host : counts.to_host); });
+  wait(device);
   on_cpu(to).copy_(on_cpu(from));
   return to;
 }
@@ -366,6 +539,7 @@ class Call {
       auto& value = (*stack_)[begin + k];
       replace(value, op_.schema().arguments()[k]);
     }
+    come_after(device_);
     const bool draws = op_.hasTag(at::Tag::nondeterministic_seeded);
     run_kernel(draws && !has_generator_);
     bool waits = op_.hasTag(at::Tag::dynamic_output_shape);
@@ -555,6 +729,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("_local_scalar_dense", &local_scalar_dense);
+  library.impl("record_stream", [](at::Tensor& self, c10::Stream stream) {
+    allocator.recordStream(self.storage().data_ptr(), stream);
+  });
   library.impl("resize_", &resize_);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("set_.source_Tensor", &set_tensor);
@@ -598,11 +775,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const auto& counts = states[device].counts;
     return std::map<std::string, int64_t>{
         {"reads", counts.reads}, {"to_host", counts.to_host}, {"from_host", counts.from_host},
-        {"syncs", counts.syncs}, {"operations", counts.operations}};
+        {"syncs", counts.syncs}, {"operations", counts.operations}, {"hazards", counts.hazards}};
   });
   module.def("default_generator", [](c10::DeviceIndex device) { return default_generator(device); });
   module.def("host_seconds", [] { return host_seconds; });
-  module.def("device_seconds", [](c10::DeviceIndex device) { return states[device].seconds; });
+  module.def("pinned_bytes", [] { return std::pair(PinnedAllocator::live, PinnedAllocator::peak); });
   module.def("exchange_device", [](c10::DeviceIndex device) {
     const auto before = current;
     if (device >= 0) current = device;

@@ -45,7 +45,8 @@ def varying(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The value as one that differs along these mesh axes."""
     if not axes:
         return value
-    found: jax.Array = lax.pcast(value, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(value, axes)
+    of_lax: Any = lax  # either name is unknown to some version
+    found: jax.Array = of_lax.pcast(value, axes, to="varying") if hasattr(lax, "pcast") else of_lax.pvary(value, axes)
     return found
 
 

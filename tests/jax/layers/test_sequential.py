@@ -140,12 +140,16 @@ def taken_plainly(how: str) -> Any:
     return taken_by(how, plain)
 
 
+HOWS = ("eager", "jit", "vmap", "vmapped gradient", "jvp", "hessian", "gradient of a gradient")
+TRANSFORMED = [
+    pytest.param(how, name, marks=() if how == "eager" else pytest.mark.untraced)
+    for how in HOWS
+    for name in ("none", "least", "3")
+]
+
+
 @pytest.mark.usefixtures("x64")
-@pytest.mark.untraced
-@pytest.mark.parametrize("name", ["none", "least", "3"])
-@pytest.mark.parametrize(
-    "how", ["eager", "jit", "vmap", "vmapped gradient", "jvp", "hessian", "gradient of a gradient"]
-)
+@pytest.mark.parametrize(("how", "name"), TRANSFORMED)
 def test_every_transform(how: str, name: str) -> None:
     close(taken_by(how, RUNS[name]), taken_plainly(how))
 

@@ -62,21 +62,21 @@ class _State(bytes):
 @contextmanager
 def _states_counted(alive: list[int]) -> Iterator[None]:
     """Inside, the bytes of generator states that loops hold are added up."""
-    read = generators.read
+    read = generators.read  # type: ignore[attr-defined]
 
     def counted(address: int, size: int) -> bytes:
         if size < _START:
-            return read(address, size)
+            return bytes(read(address, size))
         state = _State(read(address, size))
         state.alive = alive
         alive[0] += size
         return state
 
-    generators.read = counted
+    generators.read = counted  # type: ignore[attr-defined,assignment]
     try:
         yield
     finally:
-        generators.read = read
+        generators.read = read  # type: ignore[attr-defined]
 
 
 class Poll(TorchDispatchMode):
@@ -137,6 +137,14 @@ def peaks(loop: RandomLoop, budget: int) -> tuple[int, int]:
     return max(forward[0], memory.peak - held), max(forward[1], poll.peak - held)
 
 
+def kept_by_plain(loop: RandomLoop) -> int:
+    """The bytes of all tapes."""
+    poll = Poll()
+    with poll:
+        results = loop.plain()
+        return poll.now - measure.storage_bytes([*_tensors(results), *loop.left()])
+
+
 # --- kinds
 
 
@@ -188,7 +196,8 @@ class Cache(nn.Module):
             keys = self.keys = k if self.keys is None else torch.cat([self.keys, k], 1)
             values = self.values = v if self.values is None else torch.cat([self.values, v], 1)
         scores = (self.q(h)[:, None] @ keys.mT).softmax(-1)
-        return (scores @ values)[:, 0]
+        attended: torch.Tensor = (scores @ values)[:, 0]
+        return attended
 
 
 def _growing(rng: random.Random, width: int, batch: int, length: int) -> RandomLoop:
@@ -308,12 +317,15 @@ KINDS: list[Callable[[random.Random, int, int, int], RandomLoop]] = [
 ]
 
 
-def random_loop(seed: int) -> tuple[RandomLoop, float]:
-    """A loop, and a share of the way from its least budget to all of its tapes."""
+def random_loop(seed: int, *, short: bool = False) -> tuple[RandomLoop, float]:
+    """A loop, and a share of the way from its least budget to all of its tapes.
+
+    Near the least, where runs grow with the square of the length, loops are short, as they are with `short`.
+    """
     rng = random.Random(seed)
     torch.manual_seed(seed)
     share = rng.choice([0.0, 0.02, 0.1, 0.3, 0.6, 1.0])
-    length = rng.randint(1, 40 if share == 0 else 120)
+    length = rng.randint(1, 40 if short or share == 0 else 120)
     loop = rng.choice(KINDS)(rng, rng.randint(2, 48), rng.randint(1, 24), length)
     if rng.random() < 0.3:
         loop.wanted.append(loop.xs[0].requires_grad_() if isinstance(loop.xs, tuple) else loop.xs.requires_grad_())

@@ -34,11 +34,11 @@ from lowtide.torch.loops.pullback import Piece
 from lowtide.torch.loops.runner import Ahead, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.memory.accelerators import seconds_now
-from lowtide.torch.memory.tracker import Memory, key_of, storage_bytes, tensors_of, watching
+from lowtide.torch.memory.tracker import Memory, key_of, storage_bytes, storage_of, tensors_of, watching
 from lowtide.torch.state.capture import as_it_was_packed
 from lowtide.torch.state.generators import Mark
 
-# Gradients may need a few steps to reach every part of the state; a longer delay is found out later, and refused.
+# Gradients may need a few steps to reach every part of the state; where they need more, all steps are taped at first.
 _MOST_PROBED_STEPS = 16
 # So many of the first steps are measured one by one, to find out whether they are alike. A pattern that repeats every
 # five steps is met twice.
@@ -139,6 +139,8 @@ def probe(
             piece, settled = _next(runner, ahead, meter)
             if meter is not None:
                 seen.append(_step_bytes(runner, meter, piece, before, like=like))
+        if not settled:
+            runner.follow_flow()
         if runner.stepper.lean is not None and (meter is not None or keep):
             piece = None
             piece, seen = _rehearse(runner, ahead, meter, keep=keep)
@@ -319,7 +321,8 @@ class Meter:
             self.taped = self.made + room
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.packed.add(tensor.untyped_storage()._cdata)
+        if (storage := storage_of(tensor)) is not None:
+            self.packed.add(storage._cdata)
         return tensor.detach()  # the tensor itself would keep the graph alive that made it
 
     def saved(self, state: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
@@ -333,13 +336,13 @@ class Meter:
 
     def _made(self, leaf: torch.Tensor) -> bool:
         """Whether the step made the leaf's storage."""
-        return self.memory.knows(leaf) and leaf.untyped_storage()._cdata in self._new
+        storage = storage_of(leaf)
+        return storage is not None and self.memory.knows(leaf) and storage._cdata in self._new
 
     def keeps(self, leaf: Any) -> bool:
         """Whether the tape holds the leaf's storage."""
-        return isinstance(leaf, torch.Tensor) and (
-            not (self.hooked or self._lean) or leaf.untyped_storage()._cdata in self.packed
-        )
+        storage = storage_of(leaf) if isinstance(leaf, torch.Tensor) else None
+        return storage is not None and (not (self.hooked or self._lean) or storage._cdata in self.packed)
 
 
 def _seeing(meter: Meter | None) -> AbstractContextManager[None]:
@@ -549,6 +552,11 @@ class Lookout:
         self._packed = meter.packed_anew(runner.differentiated())  # held from the end of the first sweep on
         self.uneven = False  # whether steps were found not to be alike, and are planned so
 
+    @property
+    def tapes_apart(self) -> bool:
+        """Whether steps are taped one by one: where they differ, all gradients of a stretch's inputs are in the way."""
+        return self.uneven and bool(self._runner.inputs.differentiable)
+
     # --- while the first sweep runs
 
     def looks_at(self, k: int) -> bool:
@@ -667,8 +675,8 @@ class Lookout:
 
     def _cost(self, step: _StepBytes, state: int, earlier: _StepBytes, *, several: bool) -> StepCost:
         """What a planner has to know of a step that starts from a state of so many bytes."""
-        largest = max((t.nbytes for t in self._runner.captured.targets), default=0)
-        if self._runner.proof.compares_graphs:  # steps are taped one by one, and each tape has its own start
+        largest = max((storage_bytes([target]) for target in self._runner.captured.targets), default=0)
+        if self.tapes_apart or self._runner.proof.compares_graphs:  # each tape has a start of its own
             step = replace(step, kept_state=step.state - step.drawn)
         step = replace(step, start=step.start + self._packed)
         return StepCost(

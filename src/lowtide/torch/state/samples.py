@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -191,6 +193,39 @@ _at_the_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._exe
 _NO_BACKWARD = -1
 
 
+class _Outermost(threading.local):
+    waiting: _Comparisons | None = None
+
+
+_outermost = _Outermost()
+
+
+@contextmanager
+def one_backward(gradients: Iterable[torch.Tensor | None]) -> Iterator[None]:
+    """Inside, backwards are parts of the one that is running: what they compare is read at the end of that one.
+
+    Only if it has gradients on a device: on the CPU everything is compared at once.
+    """
+    before = _outermost.waiting
+    there = any(gradient is not None and not gradient.is_cpu for gradient in gradients)
+    if before is None and there and is_in_backward():
+        _outermost.waiting = _of_this_backward()
+    try:
+        yield
+    finally:
+        _outermost.waiting = before
+
+
+def _of_this_backward() -> _Comparisons:
+    backward = torch._C._current_graph_task_id()
+    waiting = _waiting.get(backward)
+    if waiting is None:
+        _waiting[backward] = waiting = _Comparisons()
+        _compare_before_optimizers()
+        _at_the_end(waiting)
+    return waiting
+
+
 def is_in_backward() -> bool:
     """Whether this thread is running a backward."""
     return torch._C._current_graph_task_id() != _NO_BACKWARD
@@ -198,22 +233,17 @@ def is_in_backward() -> bool:
 
 def compare_later(first: torch.Tensor, again: torch.Tensor, error: Callable[[], Exception | None]) -> None:
     """Compare two samples on a device when the backward ends, or now if none is running; `error` makes the error."""
-    backward = torch._C._current_graph_task_id()
-    waiting = _waiting.get(backward)
+    waiting = _outermost.waiting
     if waiting is None:
-        waiting = _Comparisons()
-        if backward != _NO_BACKWARD:
-            _compare_before_optimizers()
-            _at_the_end(waiting)
-            _waiting[backward] = waiting
+        waiting = _of_this_backward() if is_in_backward() else _Comparisons()
     waiting.add(first, again, error)
-    if backward == _NO_BACKWARD:
+    if not is_in_backward():
         waiting()
 
 
 def compare_pending() -> None:
     """Read all comparisons that wait for the end of the backward that is running, if one is."""
-    waiting = _waiting.get(torch._C._current_graph_task_id())
+    waiting = _outermost.waiting or _waiting.get(torch._C._current_graph_task_id())
     if waiting is not None:
         waiting()
 
