@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+COMMA := ,
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One framework thread for each test worker: two workers on two cores, and counts that do not depend on the machine. Each
@@ -16,7 +17,7 @@ COVERED := --cov-report=term --cov-fail-under=100
 BROWSERS := chromium chromium-browser google-chrome
 APT_GET := $(if $(filter 0,$(shell id -u)),,sudo -n )env DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help demo check test test-all lint types browser docs format bench clean
+.PHONY: help demo check test test-all mutants lint types browser docs format bench compat clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +36,9 @@ test: lint types browser  ## Lint, types and the tests, within minutes
 test-all: lint types browser  ## The same with the whole sweeps and soaks
 	$(PYTEST) --ignore=$(DEVICE) $(COVER)
 	$(PYTEST) $(DEVICE) $(COVER) --cov-append $(COVERED)
+
+mutants: $(INSTALLED)  ## Run the tests of deliberately wrong variants of the library; fails if one is not caught
+	$(BIN)/python -m tests.mutants
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -61,6 +65,23 @@ format: $(INSTALLED)  ## Put the code into its form
 bench: $(INSTALLED)  ## Time planners, rollouts, functions and layers beside their peers (pyrevolve and compile= need a C++ compiler)
 	$(PIP_INSTALL) pyrevolve
 	$(BIN)/lowtide bench
+
+# In an environment outside the tree, which stays for the next time; an ordinary torch brings gigabytes of CUDA packages.
+COMPAT_FRONT := $(if $(TORCH),torch,jax)
+COMPAT_VERSION := $(or $(TORCH),$(JAX))
+COMPAT := $(or $(TMPDIR),/tmp)/lowtide-compat/$(COMPAT_FRONT)-$(COMPAT_VERSION)
+COMPAT_EXTRAS := $(if $(TORCH),torch$(COMMA)transformers$(COMMA)lightning,jax)
+COMPAT_INSTALL := $(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt
+TESTS ?= $(if $(TORCH),tests/torch tests/test_transformers.py tests/test_lightning.py,tests/jax)
+
+compat:  ## Run a front end's tests with another version: make compat TORCH=2.9.1, or JAX=0.8.3
+	@test -n "$(COMPAT_VERSION)" || { echo "which version? make compat TORCH=2.9.1, or JAX=0.8.3"; exit 2; }
+	$(PYTHON) -m venv $(COMPAT)
+	grep -vE '^(torch|jax|jaxlib)==' constraints.txt > $(COMPAT)/constraints.txt
+	$(COMPAT_INSTALL) "$(COMPAT_FRONT)==$(COMPAT_VERSION)" --editable ".[$(COMPAT_EXTRAS),dev]"
+	$(COMPAT_INSTALL) --no-deps --requirement tests/partners.txt
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(COMPAT)/bin/python -m pytest -n 2 --dist worksteal -W ignore::DeprecationWarning \
+		-m "not slow" $(TESTS)
 
 clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) demo-output docs/_build docs/_generated .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -25,18 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """Lines are counted in the tests that are not marked so: these reach all of them, and tracing doubles the time.
 
-    Nor are they in a fixture that such a test is the first to need. pytest-cov's own mark for this does nothing in a
-    worker: two tracers are at work there, and it stops one.
+    Fixtures are traced in any case. pytest-cov's own mark for this does nothing in a worker: two tracers are at work
+    there, and it stops one.
     """
     traced = sys.gettrace(), threading.gettrace()
     if any(item.get_closest_marker(name) for name in UNTRACED):
         sys.settrace(None)
         threading.settrace(None)
     try:
-        return (yield)
+        yield
     finally:
         sys.settrace(traced[0])
         threading.settrace(traced[1])

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 from lowtide.actions import Action, Advance, Save, Tape
@@ -24,6 +26,8 @@ from lowtide.errors import InputError
 from lowtide.sizes import format_size
 
 FORMAT = 1  # of the JSON; any other is refused
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +282,12 @@ def registered(schedule: type[_S]) -> type[_S]:
     return schedule
 
 
+@lru_cache(maxsize=1024)
+def _log_once(text: str) -> None:
+    """Log a decision; a loop that is planned in every step of training makes the same one each time."""
+    _logger.info(text)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """The decision which states to keep, which tapes to keep and what to run again.
@@ -348,6 +358,13 @@ class Plan:
     def _repr_html_(self) -> str:
         """The HTML that notebooks show."""
         return _notebook_html(self)
+
+    def logged(self, what: str) -> Self:
+        """The plan itself; logs at INFO that it was chosen for `what`, unless a plan with these figures was before."""
+        if _logger.isEnabledFor(logging.INFO):
+            peak, runs = format_size(self.bill.peak_memory), f"{self.runs_per_step:.4g} runs per step"
+            _log_once(f"{what}: {len(self.chain):,} steps, {self.knob}: {peak} at the peak, {runs} ({self.planner})")
+        return self
 
     def decisions(self) -> list[StepDecision]:
         """What the plan does with each step, in the order of the chain."""

@@ -95,7 +95,7 @@ def test_a_plan_with_a_disk_is_refused() -> None:
 
 
 def test_what_calls_keep_and_copy_at_once() -> None:
-    """Calls side by side keep their bytes together, those inside them one after the other, and a rerun its own twice."""
+    """Calls side by side keep their bytes together, those inside them one at a time, and a rerun its own twice."""
     inner = Part(1, 3, (Part(1, 3),))
     outer, last = Part(0, 3, (Part(0, 1), inner)), Part(3, 5, (Part(3, 5),))
     kept = (1, 20, 20, 300, 4000)

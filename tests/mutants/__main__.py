@@ -1,4 +1,4 @@
-"""Run the tests of every mutant, or of those whose names contain a word: `python -m tests.mutants [--jobs 2] [WORD ...]`.
+"""Run the tests of every mutant, or of those whose names contain a word: `python -m tests.mutants [WORD ...]`.
 
 For each mutant the sources are copied, one place is changed, and the tests that it names are run on the copy, up to
 the first failure. A mutant that no test catches lives, which is a gap in the tests.

@@ -17,7 +17,7 @@ LOOPS = (
     Mutant(
         "a second backward goes on from where the first has ended",
         "torch/loops/engine.py",
-        "                    self._resume(0, runner.begin)\n",
+        "                self._resume(0, runner.begin)\n",
         "",
         (f"{_TESTS}/test_loops.py::test_gradients_can_be_taken_twice_and_differentiated",),
     ),
@@ -94,8 +94,8 @@ LOOPS = (
     Mutant(
         "reruns of a loop go on drawing",
         "torch/loops/runner.py",
-        "self._draws = self.random.mark() is not self.random.start",
-        "self._draws = False",
+        "self._draws = any(state is not first for state, first in states)",
+        "self._draws = any(state is None for state, _ in states)",
         (f"{_TESTS}/test_corners.py::test_comparisons_put_generators_back",),
     ),
     Mutant(

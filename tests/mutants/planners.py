@@ -151,8 +151,8 @@ PLANNERS = (
     Mutant(
         "a plan from the table may exceed the budget by a rounding",
         "planners/unequal.py",
-        "            if schedule.bill(chain).peak_memory <= budget:\n                return schedule",
-        "            if schedule.bill(chain).peak_memory <= budget + -(-budget // levels):\n                return schedule",
+        "peak_memory <= budget:\n                return schedule",
+        "peak_memory <= budget + -(-budget // levels):\n                return schedule",
         (f"{_PLANNERS}/test_unequal.py::test_levels_keep_the_budget_and_come_close_to_the_exact_answer",),
     ),
     Mutant(
@@ -167,7 +167,9 @@ PLANNERS = (
         "planners/sweep.py",
         "before[length] < 0 and held[start] + needs[start, length] <= peak",
         "held[start] + needs[start, length] <= peak",
-        (f"{_PLANNERS}/test_sweep.py::test_of_sweeps_with_the_least_peak_the_one_with_the_longest_last_stretch_is_taken",),
+        (
+            f"{_PLANNERS}/test_sweep.py::test_of_sweeps_with_the_least_peak_the_one_with_the_longest_last_stretch_is_taken",
+        ),
     ),
     Mutant(
         "a dropped snapshot's slot helps nobody",
@@ -248,8 +250,8 @@ PLANNERS = (
     Mutant(
         "the peak is taken after a tape is freed",
         "simulate.py",
-        "                    self._reach(0, self._pulling[k][option])\n                    self._tape_bytes -= entry.tape\n",
-        "                    self._tape_bytes -= entry.tape\n                    self._reach(0, self._pulling[k][option])\n",
+        "self._reach(0, self._pulling[k][option])\n                    self._tape_bytes -= entry.tape\n",
+        "self._tape_bytes -= entry.tape\n                    self._reach(0, self._pulling[k][option])\n",
         (f"{_CORE}/test_simulate.py",),
     ),
     Mutant(

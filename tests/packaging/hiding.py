@@ -11,7 +11,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """Let imports of these packages fail, as if they were not installed."""
     loaded = [name for name in sys.modules if name.partition(".")[0] in packages]
     for name in {*packages, *loaded}:
-        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # None halts the import
+        monkeypatch.setitem(sys.modules, name, None)  # halts the import
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:

@@ -14,7 +14,7 @@ Usage: lowtide [--version] [--help] COMMAND
 Plan which states to keep and what to run again, so that training fits the memory you have.
 
 Commands that work here:
-  doctor   Show what is installed, and check that Lowtide keeps its promises here.
+  doctor   Show what is installed, and whether Lowtide keeps its promises.
 
 Commands that do not:
   plan, report, bench, demo

@@ -10,5 +10,5 @@ UNPARSED = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opti
 
 
 def doctor_command(context: typer.Context) -> None:
-    """Show what is installed, and check that Lowtide keeps its promises here."""
+    """Show what is installed, and whether Lowtide keeps its promises."""
     raise typer.Exit(doctor.main(context.args))

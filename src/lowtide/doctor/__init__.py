@@ -43,7 +43,7 @@ def main(options: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lowtide doctor",
-        description="Show what is installed, and check that Lowtide keeps its promises here.",
+        description="Show what is installed, and whether Lowtide keeps its promises.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

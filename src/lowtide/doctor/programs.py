@@ -30,7 +30,7 @@ class TrainingSize:
 
 QUICK, FULL = (
     TrainingSize(steps=64, layers=4, width=16, batch=4),
-    TrainingSize(steps=200, layers=12, width=256, batch=64),
+    TrainingSize(steps=200, layers=6, width=256, batch=32),
 )
 
 
@@ -125,7 +125,7 @@ def squares(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-def scanned(cell: nn.Module, xs: torch.Tensor) -> torch.Tensor:
+def scanned(cell: Callable[..., torch.Tensor], xs: torch.Tensor) -> torch.Tensor:
     """The plain loop over time, of a cell with a carry."""
     h = torch.zeros_like(xs[0])
     for x in xs:

@@ -18,6 +18,7 @@ from lowtide.doctor import programs
 from lowtide.doctor.findings import Fact, Outcome
 from lowtide.doctor.programs import FULL, QUICK, Run, TrainingSize, TrainingStep
 from lowtide.packages import needed_for
+from lowtide.planners.blocks import for_peak
 from lowtide.sizes import format_size
 from lowtide.torch import measure
 
@@ -58,7 +59,7 @@ def checks(device: torch.device, *, quick: bool) -> dict[str, Callable[[], Outco
         "peak: model": partial(model_peak, size, device),
         "speed: loop": partial(loop_speed, size, device),
         "speed: checkpoint": partial(checkpoint_speed, size, device),
-        "host copies": partial(host_copies, size, device),
+        "host copies": partial(host_copies, QUICK, device),
     }
 
 
@@ -157,7 +158,8 @@ def loop_budget(size: TrainingSize, device: torch.device, allocator: Allocator |
     found = measured(run, device, allocator or allocator_of(device))
     if found is None:
         return _UNMEASURED
-    results = measure.storage_bytes([*cell.parameters(), xs[0], xs[0]])  # their gradients; the carry and its cotangent
+    # Gradients of the parameters; the last carry and its cotangent.
+    results = measure.storage_bytes(list(cell.parameters())) + 2 * xs[0].nbytes
     said = f"budget {format_size(budget)}, {found}, {format_size(results)} of them results"
     return Outcome(found.within(budget + results), said)
 
@@ -168,9 +170,11 @@ def model_peak(size: TrainingSize, device: torch.device, allocator: Allocator | 
     plain = programs.results(programs.called, plain_module, plain_x)
     module, x = programs.CHECKPOINT.made(size, device)
     resident = measure.storage_bytes([*module.parameters(), *module.buffers(), x])
-    frontier = lt.plan_model(module, x, peak="1TiB", loss=programs.squares).frontier
-    peak = (frontier[0].peak + frontier[-1].peak) // 2
-    plan = lt.auto_checkpoint(module, x, peak=peak, loss=programs.squares)
+    everything = lt.plan_model(module, x, peak="1TiB", loss=programs.squares)
+    most, *_, least = (point.peak for point in everything.frontier)
+    peak = (most + least) // 2
+    plan = for_peak(everything, peak)
+    lt.apply(plan, module)
     found = measured(lambda: programs.results(programs.called, module, x), device, allocator or allocator_of(device))
     again, x = programs.CHECKPOINT.made(size, device)
     lt.apply(plan, again)
@@ -178,7 +182,7 @@ def model_peak(size: TrainingSize, device: torch.device, allocator: Allocator | 
     if found is None:
         return _UNMEASURED._replace(holds=False if different else None)
     total = found._replace(peak=found.peak + resident)
-    said = f"peak {format_size(peak)} of {format_size(frontier[0].peak)}, {total}"
+    said = f"peak {format_size(peak)} of {format_size(most)}, {total}"
     said += f"; different: {', '.join(different)}" if different else "; the same bits"
     return Outcome(total.within(peak) and not different, said)
 

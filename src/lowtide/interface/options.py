@@ -7,6 +7,7 @@ fold.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from lowtide.errors import InputError
 from lowtide.plan import Plan, check_plan
 from lowtide.planners.choose import choose
 from lowtide.sizes import check_budget, parse_budget, parse_size
+
+_logger = logging.getLogger(__name__)
 
 Fold = tuple[Any, Callable[[Any, Any], Any]]
 Reduce = str | Fold | None
@@ -92,8 +95,12 @@ class Knobs:
             if len(self.plan.chain) != length:
                 raise InputError(f"the plan is for {len(self.plan.chain):,} steps, the loop has {length:,}; plan again")
             return self.plan
+        return self._chosen(costs, length).logged("a loop")
+
+    def _chosen(self, costs: Costs | None, length: int) -> Plan:
         if costs is None:
             return choose(Chain.equal(StepCost(1, 1), length), base=self.base, checkpoints=self.checkpoints)
+        _logger.debug("measured a loop: %s", costs.chain)
         if self.budget is not None:
             return costs.within(parse_budget(self.budget, costs.chain.plain_tape))
         return choose(costs.chain, base=self.base, checkpoints=self.checkpoints, rooms=costs.rooms)

@@ -18,12 +18,13 @@ import numpy as np
 from lowtide.checks import function
 from lowtide.errors import FunctionError, InputError
 from lowtide.interface.comparison import Compared, Comparison, share_of
+from lowtide.jax.installed import user_context
 from lowtide.jax.xla.jaxprs import Leaves, is_float, replaced
 from lowtide.plan import Receipt
 
 # A user context is part of the key of JAX's trace cache, so a function that was jitted before is traced again. Its
 # value is local to a thread.
-_plainly = jax.make_user_context(False)
+_plainly = user_context(False)
 
 
 def runs_plainly() -> bool:

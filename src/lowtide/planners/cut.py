@@ -260,8 +260,11 @@ class _Graph:
         The remaining flow has to pass a minimum cut of the shifted capacities, through each arc of which less than one
         shifted unit is left: that bounds it by the number of arcs times the unit.
         """
-        with needed_for("a lean tape"):
+        try:
             from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
+        except ModuleNotFoundError:
+            with needed_for("a lean tape"):
+                raise
         shift = max(0, bound.bit_length() - FLOW_BITS)
         while True:
             capacities = np.minimum(room >> shift, 2**FLOW_BITS - 1).astype(np.int32)

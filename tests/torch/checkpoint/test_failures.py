@@ -1255,7 +1255,7 @@ def test_a_value_that_the_function_changes_after_it_was_saved_is_an_error() -> N
     for call in (plainly, lt.checkpoint):
         x = drawn_leaf(5)
         y = call(function, x)
-        with pytest.raises(RuntimeError, match="in ?place"):
+        with pytest.raises(RuntimeError, match=r"in ?place"):
             y.sum().backward()
 
 
@@ -1295,4 +1295,4 @@ def test_a_buffer_that_is_saved_and_counts_on_is_right_or_an_error() -> None:
     except RuntimeError:  # as the plain call
         return
     assert torch.equal(gradient, torch.ones(3))
-    assert torch.equal(net.gain, torch.full((3,), 2.0))
+    assert net.state_dict()["gain"].tolist() == [2.0] * 3

@@ -16,6 +16,7 @@ from torch import nn
 import lowtide.torch as lt
 from lowtide import BudgetError, CheckpointError, InputError
 from tests.torch.calls import Function, drawn_leaf, plainly, same
+from tests.torch.lean.calls import note, traced
 
 CHANGED = "has been modified by an inplace operation"
 _hidden = SimpleNamespace(scale=2.0)
@@ -177,6 +178,41 @@ def test_it_is_right_and_says_so_once(function: Function, first: int) -> None:
         assert "right" in str(said[0].message)
         assert said[0].filename == __file__
         assert receipt.receipt.kept_whole >= 3
+
+
+@pytest.mark.filterwarnings("ignore:.* did not save what it saved")
+def test_another_operation_with_results_of_the_same_form_is_told_by_its_node() -> None:
+    x = drawn_leaf(40)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin() if _hidden.scale > 1 else x.cos()
+        return y.square() * x
+
+    try:
+        for _hidden.scale in (2.0, 2.0, 0.5, 0.5, 2.0):
+            same(_outcome(lt.lean(function, x), [x]), _outcome(function(x), [x]))
+    finally:
+        _hidden.scale = 2.0
+
+
+@pytest.mark.filterwarnings("ignore:.* did not save what it saved")
+def test_a_function_that_goes_another_way_from_now_on_is_traced_again() -> None:
+    x = drawn_leaf(40)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        note()
+        y = x.sin() if _hidden.scale > 1 else x.cos()
+        return y.square() * x
+
+    traced.clear()
+    try:
+        with lt.record(memory=False) as receipt:
+            for _hidden.scale in (2.0, 2.0, *[0.5] * 6):
+                lt.lean(function, x).sum().backward()
+        assert traced == [True, False, False, False, False, True, False, False]
+        assert receipt.kept_whole == 3
+    finally:
+        _hidden.scale = 2.0
 
 
 def test_more_operations_after_those_of_the_trace() -> None:

@@ -370,3 +370,20 @@ def test_parameters_that_were_one_tensor_are_parted() -> None:
     net.b = nn.Parameter(net.a.detach() * 2)
     for _ in range(2):
         agree()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_hook_that_comes_and_goes_is_traced_anew() -> None:
+    net, x = nn.Sequential(nn.Linear(40, 40), nn.SiLU(), nn.Tanh()), drawn_leaf(3, 40)
+
+    def agree() -> None:
+        for _ in range(2):
+            same(*(torch.autograd.grad(call(net, x).sum(), [x, *net.parameters()]) for call in (plainly, lt.lean)))
+
+    with lt.record(memory=False) as receipt:
+        agree()
+        hook = net[1].register_forward_hook(lambda _, __, y: y.exp() * y)
+        agree()
+        hook.remove()
+        agree()
+    assert receipt.kept_whole == 0

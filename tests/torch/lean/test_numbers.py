@@ -55,6 +55,36 @@ def test_numbers_that_differ_from_call_to_call(value: Callable[[int], Any]) -> N
     assert traced.count(True) <= 2
 
 
+def test_a_zero_has_its_sign() -> None:
+    x = drawn_leaf(5)
+
+    def function(x: torch.Tensor, number: float) -> torch.Tensor:
+        return torch.atan2(x.sin() * number, -x.exp()) * x
+
+    def run(call: Function, number: int) -> Any:
+        y = call(function, x, -0.0 if number % 2 else 0.0)
+        return [y, *torch.autograd.grad(y.sum(), x)]
+
+    both(run, calls=4)
+
+
+def test_a_number_that_may_be_any_stays_so_when_another_one_differs_too() -> None:
+    x = drawn_leaf(5)
+
+    def function(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
+        note()
+        return torch.exp(x.sin() * a + b) * x
+
+    pairs = [(1.0, 1.0), (2.0, 1.0), (1.0, 2.0), (3.0, 1.0), (4.0, 3.0), (1.0, 5.0)]
+
+    def run(call: Function, number: int) -> Any:
+        y = call(function, x, *pairs[number])
+        return [y, *torch.autograd.grad(y.sum(), x)]
+
+    both(run, calls=len(pairs))
+    assert traced.count(True) == 3
+
+
 def test_numbers_that_agree_at_first_and_differ_later() -> None:
     x = drawn_leaf(5)
 

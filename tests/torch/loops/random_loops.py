@@ -6,8 +6,8 @@ The odd ones among them have steps that are not alike, or keep tensors where aut
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowtide.torch as lt
 from lowtide.torch import measure
+from lowtide.torch.state import generators
 
 
 @dataclass
@@ -49,12 +50,45 @@ class RandomLoop:
             )
 
 
+class _State(bytes):
+    """The state of one of torch's generators, which tells when it is gone."""
+
+    alive: list[int]  # one number: the bytes of all that are counted together
+
+    def __del__(self) -> None:
+        self.alive[0] -= len(self)
+
+
+@contextmanager
+def _states_counted(alive: list[int]) -> Iterator[None]:
+    """Inside, the bytes of generator states that loops hold are added up."""
+    read = generators.read  # type: ignore[attr-defined]
+
+    def counted(address: int, size: int) -> bytes:
+        if size < _START:
+            return bytes(read(address, size))
+        state = _State(read(address, size))
+        state.alive = alive
+        alive[0] += size
+        return state
+
+    generators.read = counted  # type: ignore[attr-defined,assignment]
+    try:
+        yield
+    finally:
+        generators.read = read  # type: ignore[attr-defined]
+
+
 class Poll(TorchDispatchMode):
-    """The bytes of storages that operations inside have made, counted after every one of them by asking all of them."""
+    """The bytes of storages that operations inside have made, counted after every one of them by asking all of them.
+
+    And of generator states beyond those at the start.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.states = [0]
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,14 +98,17 @@ class Poll(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
                 storage = leaf.untyped_storage()
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self.now)
+        self.peak = max(self.peak, self.now + max(0, self.states[0] - _START))
         return result
 
     @property
     def now(self) -> int:
-        """The bytes that are alive."""
+        """The bytes of storages that are alive."""
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         return sum(size for _, size in self._alive.values())
+
+
+_START = len(torch.get_rng_state())
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -81,7 +118,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def peaks(loop: RandomLoop, budget: int) -> tuple[int, int]:
     """The most bytes beyond inputs, outputs, parameters and gradients, by `lt.measure` and by `Poll`."""
     poll = Poll()
-    with measure.peak() as memory, poll:
+    with _states_counted(poll.states), measure.peak() as memory, poll:
         carry, ys = loop.run(budget)
         tensors = _tensors((carry, ys))
         outputs = measure.storage_bytes([*tensors, *loop.left()])
@@ -98,6 +135,14 @@ def peaks(loop: RandomLoop, budget: int) -> tuple[int, int]:
             outputs += measure.storage_bytes(_tensors(ys))
         held = outputs + measure.storage_bytes([g for g in grads if g is not None])
     return max(forward[0], memory.peak - held), max(forward[1], poll.peak - held)
+
+
+def kept_by_plain(loop: RandomLoop) -> int:
+    """The bytes of all tapes."""
+    poll = Poll()
+    with poll:
+        results = loop.plain()
+        return poll.now - measure.storage_bytes([*_tensors(results), *loop.left()])
 
 
 # --- kinds
@@ -151,7 +196,8 @@ class Cache(nn.Module):
             keys = self.keys = k if self.keys is None else torch.cat([self.keys, k], 1)
             values = self.values = v if self.values is None else torch.cat([self.values, v], 1)
         scores = (self.q(h)[:, None] @ keys.mT).softmax(-1)
-        return (scores @ values)[:, 0]
+        attended: torch.Tensor = (scores @ values)[:, 0]
+        return attended
 
 
 def _growing(rng: random.Random, width: int, batch: int, length: int) -> RandomLoop:
@@ -271,12 +317,15 @@ KINDS: list[Callable[[random.Random, int, int, int], RandomLoop]] = [
 ]
 
 
-def random_loop(seed: int) -> tuple[RandomLoop, float]:
-    """A loop, and a share of the way from its least budget to all of its tapes."""
+def random_loop(seed: int, *, short: bool = False) -> tuple[RandomLoop, float]:
+    """A loop, and a share of the way from its least budget to all of its tapes.
+
+    Near the least, where runs grow with the square of the length, loops are short, as they are with `short`.
+    """
     rng = random.Random(seed)
     torch.manual_seed(seed)
     share = rng.choice([0.0, 0.02, 0.1, 0.3, 0.6, 1.0])
-    length = rng.randint(1, 40 if share == 0 else 120)
+    length = rng.randint(1, 40 if short or share == 0 else 120)
     loop = rng.choice(KINDS)(rng, rng.randint(2, 48), rng.randint(1, 24), length)
     if rng.random() < 0.3:
         loop.wanted.append(loop.xs[0].requires_grad_() if isinstance(loop.xs, tuple) else loop.xs.requires_grad_())

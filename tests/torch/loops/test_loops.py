@@ -380,6 +380,9 @@ def test_autocast_keeps_copies_of_weights_again_after_a_loop() -> None:
         h = cell(x, h).float()
         return h, h
 
+    def fails(h: torch.Tensor, k: torch.Tensor) -> Any:
+        return step(h, xs[k] / (7 // (7 - int(k))))
+
     for cache in (True, False):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
             ys = lt.checkpointed_scan(step, torch.zeros(2, 3), xs, checkpoints=2)[1]
@@ -387,7 +390,7 @@ def test_autocast_keeps_copies_of_weights_again_after_a_loop() -> None:
             ys.sum().backward()
             assert torch.is_autocast_cache_enabled() == cache
             with pytest.raises(ZeroDivisionError):
-                lt.checkpointed_scan(lambda h, x: 1 / 0, torch.zeros(2, 3), xs, checkpoints=2)
+                lt.checkpointed_scan(fails, torch.zeros(2, 3), torch.arange(10), checkpoints=2)
             assert torch.is_autocast_cache_enabled() == cache
 
 

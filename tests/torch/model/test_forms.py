@@ -132,15 +132,14 @@ def test_a_lean_tape_that_was_planned_for_smaller_arguments_keeps_more_and_says_
 def test_reruns_of_either_form_are_compared_as_asked(lean: LeanForm | None) -> None:
     class Drifting(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * next(numbers)).sin()
+            return (x * numbers.pop(0)).sin()
 
     def backward(check_rerun: bool | None) -> None:
-        nonlocal numbers
-        numbers = iter((1.0, 2.0, 2.0, 2.0))
+        numbers[:] = [1.0, 2.0, 2.0, 2.0]
         x = torch.randn(3, requires_grad=True)
         run_way(Way(rerun=True, lean=lean), Drifting(), (x,), {}, check_rerun).sum().backward()
 
-    numbers = iter(())
+    numbers: list[float] = []
     backward(False)
     for compared in (None, True):
         with pytest.raises(CheckpointError, match="differs from the first run"):

@@ -40,12 +40,15 @@ def checkpoint(
     """
     function(fun, "fun")
     if policy is not None or prevent_cse is not True:
+        names_given: dict[str, Any] = (
+            {"static_argnames": static_argnames} if static_argnames else {}
+        )  # unknown to jax 0.8
         theirs: Callable[..., Any] = jax.checkpoint(
             fun,
             prevent_cse=prevent_cse,
             policy=policy,
             static_argnums=static_argnums,
-            static_argnames=static_argnames,
+            **names_given,
         )
         return theirs
     names = {static_argnames} if isinstance(static_argnames, str) else {*static_argnames}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from lowtide.jax.layers.trace import Layer, TracedLayers, called_plainly, listed
 from lowtide.plan import Plan
 from lowtide.planners.choose import check_layer_knobs, choose
 from lowtide.planners.segments import balanced, segment_count
+
+_logger = logging.getLogger(__name__)
 
 
 def sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None = None, plan: Plan | None = None) -> Any:
@@ -75,7 +78,8 @@ def plan_sequential(layers: Iterable[Any], x: Any, *, budget: int | str | None =
 
 
 def _planned(layers: Sequence[Layer], chain: Chain, budget: int | str | None) -> Plan:
-    return choose(chain) if budget is None else plan_within(layers, chain, budget)
+    _logger.debug("measured %d layers: %s", len(layers), chain)
+    return (choose(chain) if budget is None else plan_within(layers, chain, budget)).logged("layers")
 
 
 def checkpoint_sequential(functions: Iterable[Any], segments: int, input: Any) -> Any:

@@ -19,6 +19,7 @@ from jax.extend import core
 from lowtide.checks import MOST_STEPS, function, whole_number
 from lowtide.errors import FunctionError, InputError
 from lowtide.interface.options import Fold, Reduce, fold_of, refuse_reducing_nothing
+from lowtide.jax.installed import manual_axes
 from lowtide.jax.loops.ticks import Ticks
 from lowtide.jax.xla.buffers import zeros
 from lowtide.jax.xla.jaxprs import Leaves, call, is_float
@@ -118,7 +119,7 @@ def _row(xs: Any) -> Any:
 
 def _alike(old: Any, new: Any) -> bool:
     same = (old.shape, old.dtype, old.sharding) == (new.shape, new.dtype, new.sharding)
-    return bool(same and old.manual_axis_type == new.manual_axis_type)
+    return bool(same and manual_axes(old) == manual_axes(new))
 
 
 def _promoted(leaf: Any, new: Any) -> Any:

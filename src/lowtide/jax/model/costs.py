@@ -15,6 +15,7 @@ from jax.extend import core
 
 from lowtide.chain import Chain, Role, StepCost, TapeOption, Working
 from lowtide.forms import Form
+from lowtide.jax.installed import jaxprs_in_params
 from lowtide.jax.layers.costs import LayerCost, cost_of
 from lowtide.jax.model.forms import BlockForm, forms
 from lowtide.jax.model.parts import Model, ModelPart
@@ -136,7 +137,7 @@ def _read_by_derivatives(jaxpr: core.Jaxpr) -> set[Any]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in _SUMS | _MOVES:
             read.update(variables(eqn.invars))
-        if any(core.jaxprs_in_params(eqn.params)):  # derivatives of loops and calls read values computed inside them
+        if any(jaxprs_in_params(eqn.params)):  # derivatives of loops and calls read values computed inside them
             read.update(eqn.outvars)
     return read
 

@@ -19,6 +19,7 @@ from jax.extend import core
 
 from lowtide.chain import Role
 from lowtide.checks import function
+from lowtide.jax.installed import unnamed
 from lowtide.jax.layers.trace import Layer, trace_layer
 from lowtide.jax.model.blocks import is_array, owners
 from lowtide.jax.xla.jaxprs import Leaves, last_reads, nbytes, replaced, variables
@@ -289,7 +290,7 @@ def _part(order: _Order, name: str, role: Role, start: int, stop: int) -> ModelP
         outvars=out,
         eqns=eqns,
         effects=frozenset().union(*(eqn.effects for eqn in eqns)),
-        debug_info=order.jaxpr.debug_info.with_unknown_names(),
+        debug_info=unnamed(order.jaxpr.debug_info, len(given), len(out)),
     )
     layer = Layer(jaxpr, tuple(var.aval for var in given), tuple(var.aval for var in out))
     return ModelPart(name, role, layer, tuple(weights), tuple(given), tuple(out))

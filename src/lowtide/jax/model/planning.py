@@ -79,7 +79,7 @@ def plan_model(
     unread = [name for name in found if name not in names]
     notes = tuple(_notes(fit, model, unread, optimizer is not None and donate))
     schedule = Blocks(fit.options, optimizer=resident.optimizer, inputs=resident.inputs, notes=notes, unit="FLOP")
-    return Plan.make(fit.chain, Knob("peak", fit.peak), schedule)
+    return Plan.make(fit.chain, Knob("peak", fit.peak), schedule).logged("a model")
 
 
 def apply(plan: Plan, loss: Callable[..., Any]) -> Callable[..., Any]:

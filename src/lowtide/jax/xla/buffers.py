@@ -11,6 +11,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.sharding import AxisType, PartitionSpec
 
+from lowtide.jax.installed import varying, varying_axes
 from lowtide.jax.xla.jaxprs import Leaves, replaced
 
 
@@ -23,8 +24,7 @@ def zeros(aval: Any, *rows: int) -> Any:
         blank = jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=aval.dtype._impl)
     else:
         blank = jnp.zeros(shape, aval.dtype, out_sharding=_spread(aval, len(rows)))
-    varying = tuple(aval.manual_axis_type.varying)
-    return lax.pcast(blank, varying, to="varying") if varying else blank
+    return varying(blank, varying_axes(aval))
 
 
 def _spread(aval: Any, rows: int) -> Any:

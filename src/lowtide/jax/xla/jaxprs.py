@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
+from lowtide.jax.installed import jaxprs_in_params
+
 Leaves = list[Any]
 
 
@@ -78,14 +80,14 @@ def holds_complex(jaxpr: core.Jaxpr) -> bool:
     made: list[Any] = [var.aval for eqn in jaxpr.eqns for var in eqn.outvars]
     given: list[Any] = [var.aval for var in (*jaxpr.constvars, *jaxpr.invars)]
     return any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in (*given, *made)) or any(
-        holds_complex(sub) for eqn in jaxpr.eqns for sub in core.jaxprs_in_params(eqn.params)
+        holds_complex(sub) for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params)
     )
 
 
 def has_loop(jaxpr: core.Jaxpr) -> bool:
     """Whether the jaxpr has a loop anywhere in it."""
     return any(
-        eqn.primitive.name in ("scan", "while") or any(map(has_loop, core.jaxprs_in_params(eqn.params)))
+        eqn.primitive.name in ("scan", "while") or any(map(has_loop, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
     )
 
@@ -105,7 +107,7 @@ def _transient(jaxpr: core.Jaxpr) -> tuple[int, list[bool]]:
     stored: dict[Any, int] = {}
     peak = 0
     for place, eqn in enumerate(jaxpr.eqns):
-        inner = [_transient(sub) for sub in core.jaxprs_in_params(eqn.params)]
+        inner = [_transient(sub) for sub in jaxprs_in_params(eqn.params)]
         pairs = zip(eqn.outvars, _stored_results(eqn, inner), strict=True)
         stored.update((var, nbytes([var.aval])) for var, yes in pairs if yes or var in read_whole)
         inside = max((bytes_ for bytes_, _ in inner), default=0)

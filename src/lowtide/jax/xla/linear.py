@@ -18,6 +18,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from lowtide.errors import FunctionError
+from lowtide.jax.installed import unmapped_aval
 from lowtide.jax.xla.jaxprs import Leaves, batched_first, replaced
 
 
@@ -97,7 +98,7 @@ def _batch(
         return back
 
     forward = jax.vmap(linear.forward, (over, 0), 0, **mapped)
-    wide = tuple(core.unmapped_aval(axis.size, 0, type_) for type_ in types)
+    wide = tuple(unmapped_aval(axis.size, 0, type_) for type_ in types)
     out = _apply_p.bind(*residuals, *tangents, linear=LinearMap(forward, backward), count=count, types=wide)
     return out, [0] * len(out)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from jax.extend import core
 
+from lowtide.jax.installed import jaxprs_in_params
 from lowtide.jax.xla.jaxprs import names, nbytes, transient
 
 # Results are their inputs under another name.
@@ -90,7 +91,7 @@ class XlaGraph:
 
         for eqn in jaxpr.eqns:
             name, reads = eqn.primitive.name, [find(var) for var in eqn.invars]
-            inner = list(core.jaxprs_in_params(eqn.params))
+            inner = list(jaxprs_in_params(eqn.params))
             made: Sequence[int]
             if name in _SAME_ARRAY:
                 made = reads
@@ -200,7 +201,7 @@ def _inside(eqn: Any, inner: Sequence[core.Jaxpr]) -> int:
 
 def _work(eqn: Any) -> float:
     """The floating point operations of an equation."""
-    inner = [sum(map(_work, sub.eqns)) for sub in core.jaxprs_in_params(eqn.params)]
+    inner = [sum(map(_work, sub.eqns)) for sub in jaxprs_in_params(eqn.params)]
     if inner:
         return float(max(inner) * eqn.params.get("length", 1))
     size = sum(int(var.aval.size) for var in eqn.outvars)

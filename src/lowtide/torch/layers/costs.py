@@ -18,6 +18,7 @@ one that changes the caller's own input in place, because a rerun could not star
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -53,6 +54,8 @@ from lowtide.torch.state.ambient import aside
 from lowtide.torch.state.capture import has_gradient, now, pulled, seed_of
 from lowtide.torch.state.hidden import left_as_it_was
 from lowtide.torch.state.notes import may_be_copied
+
+_logger = logging.getLogger(__name__)
 
 # A step whose forward is shorter is timed once more without tracking memory, which slows small operations down.
 _SHORT_SECONDS = 0.005
@@ -114,7 +117,9 @@ def measure_layers(layers: list[Layer], x: Any, *, forms: bool) -> MeasuredLayer
     """
     with aside(layers), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a lean tape of .* was planned")  # forms are only tried here
-        return _Meter(layers, x, forms).row(x)
+        found = _Meter(layers, x, forms).row(x)
+    _logger.debug("measured %d layers: %s", len(layers), found.chain)
+    return found
 
 
 def name_of(layers: list[Layer], start: int, stop: int) -> str:

@@ -96,7 +96,9 @@ def _sequential(
     costs = _costs(row, x, None if check_rerun is False else _refuse)
     if costs is None or costs.row.chain is None:
         return through(row, x)
-    return _run(row, costs.plan(budget)[1], x, options, costs.row.chain)
+    plan, parts = costs.plan(budget)
+    plan.logged("layers")
+    return _run(row, parts, x, options, costs.row.chain)
 
 
 def plan_sequential(layers: Layers, x: Any, *, budget: int | str | None = None) -> Plan:
@@ -116,7 +118,7 @@ def plan_sequential(layers: Layers, x: Any, *, budget: int | str | None = None) 
             f"none of the {len(row):,} layers makes a tape, so there is nothing to plan; let the input or a parameter "
             "require a gradient"
         )
-    return costs.plan(budget)[0]
+    return costs.plan(budget)[0].logged("layers")
 
 
 def checkpoint_sequential(
@@ -213,7 +215,7 @@ def _listed(layers: Any, name: str) -> list[Layer]:
 
 def _uncompiled(run: Callable[..., Any]) -> Callable[..., Any]:
     """The function, kept out of `torch.compile`'s graph: measuring and saved-tensor hooks cannot be traced."""
-    return torch._dynamo.disable(run) if torch.compiler.is_compiling() else run
+    return torch.compiler.disable(run) if torch.compiler.is_compiling() else run
 
 
 def _runs_plainly() -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from lowtide import packages
 from lowtide.checks import function as check_function
 from lowtide.errors import InputError
 from lowtide.interface.cache import Cache
@@ -99,7 +99,7 @@ def _graph_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def can_lean(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Whether `lean` would do anything for such a call, here and now; without scipy it cannot."""
-    return packages.is_installed("scipy") and not _steps_aside() and Guards(function, args, kwargs).is_plain
+    return find_spec("scipy") is not None and not _steps_aside() and Guards(function, args, kwargs).is_plain
 
 
 class FoundCall(NamedTuple):

@@ -7,6 +7,7 @@ once, and modules that are alike, such as the layers of a model, share the trace
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide import packages
 from lowtide.interface.cache import Cache
 from lowtide.torch.lean.graph import LeanGraph, LeanPoint, LeanSize, sizes_in_bits
 from lowtide.torch.lean.guards import PaperGuards
@@ -43,7 +43,7 @@ def lean_menu_on_paper(device: Device, function: Callable[..., Any], *args: Any,
     scipy.
     """
     call = _PaperCall(function, args, kwargs)
-    if not call.guards.is_plain or not packages.is_installed("scipy"):
+    if not call.guards.is_plain or find_spec("scipy") is None:
         return []
     graph = call.graph
     if graph is None or graph.trace.device != device:

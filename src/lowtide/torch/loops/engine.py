@@ -20,10 +20,10 @@ import torch
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
 from lowtide.torch.loops.probe import Lookout, Unlike
-from lowtide.torch.loops.pullback import LateGradient, Piece, Pullback
+from lowtide.torch.loops.pullback import LateGradientError, Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
-from lowtide.torch.state.capture import now
+from lowtide.torch.state.capture import now, spare_hooks
 from lowtide.torch.state.samples import one_backward
 from lowtide.torch.state.surroundings import first_look
 
@@ -51,6 +51,7 @@ class Engine:
         self._pieces: list[Piece] = []  # tapes that wait for their backward, end to end
         self._connected = False  # whether the current state is part of the graph of the last piece
         self._pullback: Pullback | None = None
+        self._final_flags: list[bool] | None = None  # through which parts of the final state gradients can come back
 
     def sweep(self) -> list[Any]:
         """Play up to the first Backward or Restore; the leaves of the final state."""
@@ -88,10 +89,8 @@ class Engine:
         actions, self._pending = self._pending, None
         since, effects = now(), first_look(*runner.hidden.roots, counts=False)
         with runner.rerunning():
-            try:
-                pullback = self._play_backward(grads, actions)
-            except LateGradient:
-                runner.let_all_flow()
+            pullback = self._play_backward(grads, actions)
+            while pullback is None:
                 pullback = self._play_backward(grads, None)
         runner.refuse_collected(since)
         if effects is not None:
@@ -101,10 +100,10 @@ class Engine:
         starts = [g for g, flag in zip(pullback.state, runner.given_flags, strict=False) if flag]
         return [*starts, *pullback.xs(), *pullback.captured]
 
-    def _play_backward(self, grads: list[torch.Tensor | None], actions: Iterator[Action] | None) -> Pullback:
-        """Play these actions, or all of them once more; what they pulled back."""
+    def _play_backward(self, grads: list[torch.Tensor | None], actions: Iterator[Action] | None) -> Pullback | None:
+        """Play these actions, or all of them once more; what they pulled back, None if that has to begin again."""
         runner = self.runner
-        self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
+        self._pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length, self._final_flags)
         try:
             if actions is None:
                 self._resume(0, runner.begin)
@@ -112,11 +111,15 @@ class Engine:
             with one_backward(grads):
                 for action in actions:
                     self._play(action)
+            return self._pullback
+        except LateGradientError as late:
+            if not runner.let_flow(late.positions):
+                raise
+            return None
         finally:
             self._snapshots.clear()
             self._pieces.clear()
             self._pullback = None
-        return pullback
 
     def end_at(self, length: int, actions: Callable[[], Iterator[Action]]) -> None:
         """Set the length of a loop that turns out to end after `length` steps; `actions` play all of it once more."""
@@ -125,9 +128,13 @@ class Engine:
 
     def result_flags(self) -> list[bool]:
         """For each result of the outputs, then each part of the final state, whether it has a gradient."""
+        outputs, self._final_flags = self._result_flags()
+        return [*outputs, *self._final_flags]
+
+    def _result_flags(self) -> tuple[list[bool], list[bool]]:
         profile, outputs = self.runner.profile, self.runner.outputs
         if not self._pieces:
-            return [*profile.outputs, *profile.state]
+            return profile.outputs, self.runner.final_flags
         last = self._pieces[-1]
         gradients = [bool(column) for column in last.outputs]
         profile.outputs[:] = [a or b for a, b in zip(profile.outputs, gradients, strict=True)]
@@ -135,7 +142,7 @@ class Engine:
             gradients = [bool(column) and column[-1][0] == self.runner.length - 1 for column in last.outputs]
         else:
             gradients = profile.outputs
-        return [*gradients, *(edge is not None for edge in last.ends)]
+        return gradients, [edge is not None for edge in last.ends]
 
     # --- actions
 
@@ -236,7 +243,8 @@ class Engine:
 
         The state between them then needs no root.
         """
-        return self._pieces.pop() if self._connected and not self.runner.proof.compares_graphs else None
+        apart = self.runner.proof.compares_graphs or (self._lookout is not None and self._lookout.tapes_apart)
+        return self._pieces.pop() if self._connected and not apart else None
 
     def _tape_ahead_again(self, start: int, stop: int) -> int:
         """Run steps that were run ahead, but whose tapes were not all kept, once more to tape them; where they end.
@@ -277,7 +285,7 @@ class Engine:
 def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
     """Run the engine's loop; the final carry and the results of outputs, as tensors of the user's graph."""
     runner = engine.runner
-    tensors = [*runner.start_tensors(), *runner.inputs.differentiable, *runner.captured.tensors]
+    tensors = runner.differentiated()
     box: list[Any] = []
     since, kept, token = now(), _Lasting(engine), torch.empty(0, device="cpu")
     results = _Loop.apply(kept, box, token, *tensors)  # type: ignore[no-untyped-call]  # torch's own
@@ -356,6 +364,9 @@ class _Loop(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: no plan is played, and memory is that of a plain loop
             return (None, None, None, *_differentiable(engine.runner, tensors, placed))
         found = engine.backward(placed)
+        for tensor, grad in zip(tensors, found, strict=True):
+            if grad is None:
+                spare_hooks(tensor)
         recording.leave_out(found)
         return (None, None, None, *found)
 

@@ -34,11 +34,11 @@ from lowtide.torch.loops.pullback import Piece
 from lowtide.torch.loops.runner import Ahead, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.memory.accelerators import seconds_now
-from lowtide.torch.memory.tracker import Memory, key_of, storage_bytes, tensors_of, watching
+from lowtide.torch.memory.tracker import Memory, key_of, storage_bytes, storage_of, tensors_of, watching
 from lowtide.torch.state.capture import as_it_was_packed
 from lowtide.torch.state.generators import Mark
 
-# Gradients may need a few steps to reach every part of the state; a longer delay is found out later, and refused.
+# Gradients may need a few steps to reach every part of the state; where they need more, all steps are taped at first.
 _MOST_PROBED_STEPS = 16
 # So many of the first steps are measured one by one, to find out whether they are alike. A pattern that repeats every
 # five steps is met twice.
@@ -59,8 +59,8 @@ class ProbedCosts:
 
     chain: Chain
     floor: int
-    keeps_from: int = 0
-    spare: int = 0
+    keeps_from: int
+    spare: int
     rooms: ClassVar[bool] = False  # tensors come and go: what one frees another may use
 
     def bytes_of(self, budget: int | str | None) -> int:
@@ -139,6 +139,8 @@ def probe(
             piece, settled = _next(runner, ahead, meter)
             if meter is not None:
                 seen.append(_step_bytes(runner, meter, piece, before, like=like))
+        if not settled:
+            runner.follow_flow()
         if runner.stepper.lean is not None and (meter is not None or keep):
             piece = None
             piece, seen = _rehearse(runner, ahead, meter, keep=keep)
@@ -150,10 +152,10 @@ def probe(
                 if not keep:  # that pull has used up the last step's tape
                     ahead[-1] = (ahead[-1][0], None)
             del piece
-            lookout = Lookout(runner, meter, seen, budget, times=times)
+            lookout = Lookout(runner, meter, seen, budget, times=times, keeping=(keeps_from, spare))
     runner.end_learning()
     if lookout is not None:
-        measured = replace(lookout.equal(seen[-1], runner.length), keeps_from=keeps_from, spare=spare)
+        measured = lookout.equal(seen[-1], runner.length)
     return Probed(measured, ahead, lookout)
 
 
@@ -300,6 +302,18 @@ class Meter:
 
         return torch.autograd.graph.saved_tensors_hooks(packed, unpack)
 
+    def packed_anew(self, tensors: list[torch.Tensor]) -> int:
+        """The bytes that hooks around the loop make of tensors that the loop itself saves."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None:
+            return 0
+        before = self.memory.now
+        with self.seeing():
+            held = [hooks[0](_without_graph(tensor)) for tensor in tensors]
+        made = self.memory.now - before
+        del held
+        return made
+
     def leave_room(self, leaves: list[torch.Tensor]) -> None:
         """Raise what the last step needed to the most that any with such leaves needed, if later ones may be traced."""
         if self._lean is not None and self._lean.varies:
@@ -307,7 +321,8 @@ class Meter:
             self.taped = self.made + room
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.packed.add(tensor.untyped_storage()._cdata)
+        if (storage := storage_of(tensor)) is not None:
+            self.packed.add(storage._cdata)
         return tensor.detach()  # the tensor itself would keep the graph alive that made it
 
     def saved(self, state: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
@@ -321,13 +336,13 @@ class Meter:
 
     def _made(self, leaf: torch.Tensor) -> bool:
         """Whether the step made the leaf's storage."""
-        return self.memory.knows(leaf) and leaf.untyped_storage()._cdata in self._new
+        storage = storage_of(leaf)
+        return storage is not None and self.memory.knows(leaf) and storage._cdata in self._new
 
     def keeps(self, leaf: Any) -> bool:
         """Whether the tape holds the leaf's storage."""
-        return isinstance(leaf, torch.Tensor) and (
-            not (self.hooked or self._lean) or leaf.untyped_storage()._cdata in self.packed
-        )
+        storage = storage_of(leaf) if isinstance(leaf, torch.Tensor) else None
+        return storage is not None and (not (self.hooked or self._lean) or storage._cdata in self.packed)
 
 
 def _seeing(meter: Meter | None) -> AbstractContextManager[None]:
@@ -513,10 +528,18 @@ class Lookout:
     """Measures steps beyond the probed ones, and plans again if they are not alike.
 
     `seen` is what the steps that have been probed keep and need. The plan takes all others to be like the last of them.
+    `keeping` has `keeps_from` and `spare` of `ProbedCosts`.
     """
 
     def __init__(
-        self, runner: StepRunner, meter: Meter, seen: list[_StepBytes], budget: int | str | None, *, times: bool
+        self,
+        runner: StepRunner,
+        meter: Meter,
+        seen: list[_StepBytes],
+        budget: int | str | None,
+        *,
+        times: bool,
+        keeping: tuple[int, int],
     ) -> None:
         self._runner = runner
         self._meter = meter
@@ -525,7 +548,14 @@ class Lookout:
         self._odd = any(map(self._differs, seen[1:])) or seen[0].is_beyond(self._step, seen[0].start)
         self._budget = budget
         self._times = times
+        self._keeping = keeping
+        self._packed = meter.packed_anew(runner.differentiated())  # held from the end of the first sweep on
         self.uneven = False  # whether steps were found not to be alike, and are planned so
+
+    @property
+    def tapes_apart(self) -> bool:
+        """Whether steps are taped one by one: where they differ, all gradients of a stretch's inputs are in the way."""
+        return self.uneven and bool(self._runner.inputs.differentiable)
 
     # --- while the first sweep runs
 
@@ -576,10 +606,21 @@ class Lookout:
             if len(steps) == min(look_again, stop):
                 if look_again == self._looked_at() and self._are_alike(steps):
                     return self._chosen(self.equal(steps[-1], stop))
-                foretold = self._unequal([*steps, *_foretold(steps, stop)])
-                foretold.check(foretold.bytes_of(self._budget))
+                self._check_foretold(steps, stop)
                 look_again *= 2
         return self._chosen(self._unequal(steps))
+
+    def _check_foretold(self, steps: list[_StepBytes], stop: int) -> None:
+        """Refuse a budget that steps up to `stop` will exceed if they go on as these do.
+
+        The least that the error then names has room for growth that gets a little steeper.
+        """
+        foretold, larger = (self._unequal([*steps, *_foretold(steps, stop, steeper)]) for steeper in (0, 8))
+        try:
+            foretold.check(foretold.bytes_of(self._budget))
+        except BudgetError:
+            larger.check(larger.bytes_of(self._budget))
+            raise
 
     def _looked_at(self) -> int:
         return min(LOOKED_AT, self._runner.length)
@@ -625,17 +666,19 @@ class Lookout:
 
     def _costs(self, chain: Chain, steps: list[_StepBytes]) -> ProbedCosts:
         captured = storage_bytes(self._runner.captured.targets)
-        return ProbedCosts(replace(chain, parameters=captured, gradients=captured), self._floor(steps))
+        return ProbedCosts(replace(chain, parameters=captured, gradients=captured), self._floor(steps), *self._keeping)
 
     def _floor(self, steps: list[_StepBytes]) -> int:
         """The most bytes that measuring has held, or is foretold to hold."""
-        return max(self._meter.memory.peak, *(step.held for step in steps)) + max(step.start for step in steps)
+        held = max(self._meter.memory.peak, *(step.held for step in steps))
+        return held + max(step.start for step in steps)
 
     def _cost(self, step: _StepBytes, state: int, earlier: _StepBytes, *, several: bool) -> StepCost:
         """What a planner has to know of a step that starts from a state of so many bytes."""
-        largest = max((t.nbytes for t in self._runner.captured.targets), default=0)
-        if self._runner.proof.compares_graphs:  # steps are taped one by one, and each tape has its own start
+        largest = max((storage_bytes([target]) for target in self._runner.captured.targets), default=0)
+        if self.tapes_apart or self._runner.proof.compares_graphs:  # each tape has a start of its own
             step = replace(step, kept_state=step.state - step.drawn)
+        step = replace(step, start=step.start + self._packed)
         return StepCost(
             max(state, 1),
             step.tape,
@@ -646,8 +689,11 @@ class Lookout:
         )
 
 
-def _foretold(steps: list[_StepBytes], stop: int) -> list[_StepBytes]:
-    """The rest of the steps up to `stop`: what has grown steadily goes on doing so, of all else there is the most."""
+def _foretold(steps: list[_StepBytes], stop: int, steeper: int) -> list[_StepBytes]:
+    """The rest of the steps up to `stop`: what has grown steadily goes on doing so, of all else there is the most.
+
+    It grows by one part in `steeper` more than it has, if that is not 0.
+    """
     last = len(steps) - 1
     most: dict[str, int] = {}
     slopes: dict[str, int] = {}
@@ -656,5 +702,6 @@ def _foretold(steps: list[_StepBytes], stop: int) -> list[_StepBytes]:
         rises = [new - old for old, new in pairwise(seen[1:])]
         most[name] = max(seen)
         slopes[name] = max(rises) if 2 * sum(rise > 0 for rise in rises) > len(rises) else 0
+        slopes[name] += slopes[name] // steeper if steeper else 0
     rest = range(1, stop - last)
     return [replace(steps[-1], **{name: most[name] + k * slopes[name] for name in _BYTES}) for k in rest]

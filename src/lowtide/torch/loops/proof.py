@@ -128,8 +128,18 @@ class Proof:
     def raises(self, start: int, stop: int, error: Exception) -> CheckpointError:
         """What to raise where one of steps [start, stop), run again, raised an error that it did not at first."""
         steps = f"step {start:,}" if stop == start + 1 else f"one of the steps {start:,} to {stop - 1:,}"
-        what = f"{type(error).__name__}({error})"
-        return CheckpointError(f"{steps}, run again, raised {what}, and did not at first. {_WAY_OUT}.{self._moving()}")
+        what = f"{steps}, run again, raised {type(error).__name__}({error}), and did not at first"
+        if isinstance(error, StopIteration):
+            why = (
+                "an iterator that it takes items from is at its end after the first runs. Give the items as xs, "
+                "stacked or as lt.Steps(items), or make the iterator an attribute of a module"
+            )
+        else:
+            why = (
+                "a counter or a container that it uses is not as it was at first. Count in the carry or in an "
+                "attribute of a module, give what is indexed by step as xs, and take nothing out of containers outside"
+            )
+        return CheckpointError(f"{what}: {why}.{self._moving()}")
 
     def _moving(self) -> str:
         return f" What moved while the first steps ran: {', '.join(self.moving)}." if self.moving else ""

@@ -24,6 +24,7 @@ from lowtide.torch.loops.proof import Proof
 from lowtide.torch.loops.pullback import LoopParts, Piece, Profile, Pullback, Shared
 from lowtide.torch.loops.step import StepFunction, Stepper
 from lowtide.torch.memory import recording
+from lowtide.torch.memory.tracker import storage_bytes, tensors_of
 from lowtide.torch.state.ambient import Ambient, gradients_aside
 from lowtide.torch.state.capture import (
     Captured,
@@ -38,10 +39,10 @@ from lowtide.torch.state.capture import (
     now,
     strangers,
 )
-from lowtide.torch.state.generators import Mark, Randomness
+from lowtide.torch.state.generators import Mark, Randomness, mark_bytes
 from lowtide.torch.state.hidden import Hidden, HiddenState
 from lowtide.torch.state.surroundings import Look, Things, collected, moved, warn_of_moved
-from lowtide.torch.state.trees import TreeForm
+from lowtide.torch.state.trees import TreeForm, leaves_of
 
 
 @dataclass(slots=True)
@@ -51,6 +52,8 @@ class Snapshot:
     leaves: list[Any]
     hidden: HiddenState
     random: Mark
+    flags: list[bool] | None = None  # through which positions gradients flow, if that is known exactly
+    ready: bool = True  # whether only the step comes next, and not the condition of a loop, which may draw too
 
     def all_leaves(self) -> list[Any]:
         """The leaves of carry and hidden state in a row; a place in it is a position."""
@@ -94,7 +97,10 @@ class StepRunner:
         self.profile = Profile([], [])
         self._flows_by_name: dict[str, bool] = {}  # by the names of positions, as in `profile`
         self._form_varies = False  # whether hidden state had different numbers of tensors
-        self._flow_anywhere = False  # whether gradients may flow through parts of the state where none were seen to
+        # While steps are taped one after another: through which positions of the current state gradients do flow.
+        self._flags_now: list[bool] | None = None
+        self.final_flags: list[bool] = []  # of the final state, as far as steps before the last tape tell
+        self._follows_flow = False  # whether that is wanted of all first runs, and not of the first steps alone
         self.first_flags: list[bool] = []  # which positions of the state before step 0 have a gradient
         self.given_flags: list[bool] = []  # and through which of them it flows on
         self.shared = Shared()
@@ -125,6 +131,10 @@ class StepRunner:
         """The leaves of the current state, by position."""
         return [*self.leaves, *self.hidden.leaves()]
 
+    def state_bytes(self) -> int:
+        """Bytes of the current state, random states included."""
+        return storage_bytes(tensors_of(self.state())) + mark_bytes(self.random.mark(), self.random.start)
+
     def _position_names(self) -> list[str]:
         return [*self.stepper.names, *self.hidden.names()]
 
@@ -133,11 +143,13 @@ class StepRunner:
         if self._first_runs:
             self.hidden.look()
         mark = self.random.mark() if self._first_runs or self._draws else self.random.start
-        return Snapshot(self.leaves, self.hidden.read(), mark)
+        turn = self.stepper.turn
+        return Snapshot(self.leaves, self.hidden.read(), mark, self._flags_now, turn.resumed or not turn.again)
 
     def resume(self, step: int, snapshot: Snapshot) -> None:
         """Make the state at `step` the current one."""
         self._set_carry(snapshot.leaves, self.stepper.before(step).form)
+        self._flags_now, self.stepper.turn.resumed = snapshot.flags, snapshot.ready
         self.hidden.write(snapshot.hidden)
         if step and self.shared.stays:
             self.shared.resumed(step, self.state())
@@ -169,7 +181,9 @@ class StepRunner:
     def _set_carry(self, leaves: list[Any], form: TreeForm | None = None) -> None:
         """Replace the current carry; by default by one of the same form."""
         self.leaves = leaves
-        self._form = form or self._form
+        if form is not None:
+            self._form, self.stepper.turn.resumed = form, True
+            self._flags_now = None
         self.carry = self._form.unflatten(leaves)
 
     def _arrive(self, k: int, carry: Any) -> None:
@@ -211,16 +225,17 @@ class StepRunner:
     def _root_flags(self, k: int, positions: int) -> list[bool]:
         """For each position of the state before step k, whether gradients may flow through it."""
         flags = self.first_flags if k == 0 else self.profile.state
-        flow_anywhere = k > 0 and self._flow_anywhere
-        if len(flags) == positions and not (k and self._form_varies) and not flow_anywhere:
+        if self._flags_now is not None and len(self._flags_now) == positions:
+            return self._flags_now
+        if len(flags) == positions and not (k and self._form_varies):
             return flags
         # Hidden state of another form than usual: what one tensor in a slot was seen to have, all have.
-        hidden, count = self.hidden, len(self.leaves)
-        rows = zip(hidden.names(), hidden.in_place(), strict=True)
-        by_name = [(self._flows_by_name.get(name), not in_place) for name, in_place in rows]
-        if flow_anywhere:
-            return [True] * count + [bool(flows) or default for flows, default in by_name]
-        return flags[:count] + [default if flows is None else flows for flows, default in by_name]
+        return flags[: len(self.leaves)] + self._hidden_flags()
+
+    def _hidden_flags(self) -> list[bool]:
+        """By what is known of each slot, whether gradients may flow through each tensor in it."""
+        rows = zip(self.hidden.names(), self.hidden.in_place(), strict=True)
+        return [self._flows_by_name.get(name, not in_place) for name, in_place in rows]
 
     # --- running steps without tape
 
@@ -233,6 +248,7 @@ class StepRunner:
     def run_untaped(self, start: int, stop: int) -> list[Any]:
         """Run steps [start, stop) in the way in which first runs without a tape are run; returns the last output."""
         with_grad = self._tapes_always or (self._first_runs and self.proof.compares_graphs)
+        self._flags_now = self._flags_now if with_grad else None
         return (self._run_dropping_tapes if with_grad else self.run_plainly)(start, stop)
 
     def run_plainly(self, start: int, stop: int) -> list[Any]:
@@ -243,6 +259,7 @@ class StepRunner:
         try:
             with torch.no_grad():
                 for x in self.inputs.rows(start, stop):
+                    y = None  # the output of the step before is not held while this one runs
                     carry, y = f(carry, x)
                     if watch is not None:
                         watch(k, carry)
@@ -329,6 +346,7 @@ class StepRunner:
                 ends = None
                 if k == due:
                     ends, due = self._graph_ends(k, carry, xs), walk.next_due(k + 1, last)
+                y = None  # the output of the step before is not held while this one runs
                 carry, y = f(carry, x)
                 if column is not None:
                     prove(k, [y])
@@ -362,8 +380,16 @@ class StepRunner:
         state = self.state()
         self.shared.note(stop, state, self.last_output)
         piece.stop, piece.ends = stop, edges_of(state)
+        if self._flags_now is not None or not piece.start:
+            self._follow(piece.ends)
         if self.proof.compares_graphs:
             self._note_graph(piece)
+
+    def _follow(self, ends: list[GradientEdge | None]) -> None:
+        """Take note through which positions of the current state gradients flow."""
+        self._flags_now = flags = [edge is not None for edge in ends]
+        if self._follows_flow:
+            self._flows(flags)
 
     def _note_graph(self, piece: Piece) -> None:
         """Compare the graph of a piece of one step with that of its first run, or take note of it."""
@@ -432,7 +458,8 @@ class StepRunner:
             return
         # Not foreseen, or state that began to change inside this piece: all the way back to where the piece began.
         ends = edge_set([*piece.starts, *piece.xs, *self.captured.targets, *self._made_inside(results)])
-        self._walk.check(k, results, ends.union(self.captured.edges), piece.since, self._since)
+        ends.update(self.captured.edges)
+        self._walk.check(k, results, ends, piece.since, self._since, _kinds_with_tensors(carry))
 
     def _made_inside(self, results: list[Any]) -> list[torch.Tensor]:
         """Leaves among the results of a step that it has made itself (`x.detach().requires_grad_()`)."""
@@ -477,10 +504,12 @@ class StepRunner:
             self.hidden.complete(snapshot.hidden)
         for flags in (self.first_flags, self.given_flags):
             flags += [False] * (len(self.begin.all_leaves()) - len(flags))
-        self._draws = self.random.mark() is not self.random.start
+        states = zip(self.random.mark(), self.random.start, strict=True)
+        self._draws = any(state is not first for state, first in states)
         self._first_runs = False
         self._look = {}
         finals = self.state()
+        self.final_flags = self._root_flags(self.length, len(finals))
         self.forget_carry()
         detached = {id(leaf): leaf.detach() for leaf in finals if isinstance(leaf, torch.Tensor)}
         return [detached.get(id(leaf), leaf) for leaf in finals]
@@ -504,8 +533,13 @@ class StepRunner:
     @contextmanager
     def repeating(self) -> Iterator[None]:
         """Inside, steps know that they are run again, and gradients that they add by themselves do not count twice."""
-        with gradients_aside(self._graded), recording.recomputing():
-            yield
+        turn = self.stepper.turn
+        before, turn.again = turn.again, True
+        try:
+            with gradients_aside(self._graded), recording.recomputing():
+                yield
+        finally:
+            turn.again = before
 
     @property
     def already(self) -> int:
@@ -541,9 +575,18 @@ class StepRunner:
         rows = zip((*self.stepper.init, *origins), self.given_flags, strict=False)
         return [tensor for tensor, flag in rows if flag]
 
-    def pullback(self, grads: list[torch.Tensor | None], xs: list[torch.Tensor], length: int) -> Pullback:
-        """A backward that begins with these cotangents of outputs and state after `length` steps, for these inputs."""
-        return Pullback(self._parts, length, self._position_names, grads, xs)
+    def differentiated(self) -> list[torch.Tensor]:
+        """The tensors to which gradients flow: of the state before the first step, inputs, and captured ones."""
+        return [*self.start_tensors(), *self.inputs.differentiable, *self.captured.tensors]
+
+    def pullback(
+        self, grads: list[torch.Tensor | None], xs: list[torch.Tensor], length: int, flags: list[bool] | None = None
+    ) -> Pullback:
+        """A backward that begins with these cotangents of outputs and state after `length` steps, for these inputs.
+
+        `flags` tell through which positions of that state gradients can come back; by default through all.
+        """
+        return Pullback(self._parts, length, self._position_names, grads, xs, flags)
 
     def pulled(self, piece: Piece) -> None:
         """A piece was pulled back."""
@@ -632,7 +675,16 @@ class StepRunner:
         piece.starts += [None] * (len(snapshot.all_leaves()) - len(piece.starts))
         state = self.state()
         piece.ends = edges_of(state)
-        flags, profile = [edge is not None for edge in piece.ends], self.profile
+        self._flags_now = [edge is not None for edge in piece.ends]
+        self._flows(self._flags_now)
+        profile = self.profile
+        gradients = [bool(column) for column in piece.outputs]
+        profile.outputs[:] = [new or old for new, old in zip(gradients, profile.outputs or gradients, strict=True)]
+        self.shared.note(piece.stop, state, self.last_output)
+
+    def _flows(self, flags: list[bool]) -> None:
+        """Add to the profile through which positions of the state gradients flow at a step."""
+        profile = self.profile
         for name, flag in zip(self._position_names(), flags, strict=True):
             self._flows_by_name[name] = flag or self._flows_by_name.get(name, False)
         if len(flags) == len(profile.state):
@@ -640,9 +692,6 @@ class StepRunner:
         else:
             self._form_varies |= bool(profile.state)
         profile.state = flags
-        gradients = [bool(column) for column in piece.outputs]
-        profile.outputs[:] = [new or old for new, old in zip(gradients, profile.outputs or gradients, strict=True)]
-        self.shared.note(piece.stop, state, self.last_output)
 
     def _capture(
         self, piece: Piece, given: set[GradientEdge], watch: Watch, captures: tuple[torch.Tensor, ...]
@@ -667,7 +716,7 @@ class StepRunner:
 
     def snapshot_copied(self) -> Snapshot:
         """The current state, copied, as long as it is not known what steps change in place."""
-        return Snapshot(self.leaves, self.hidden.read(copy=True), self.random.mark())
+        return Snapshot(self.leaves, self.hidden.read(copy=True), self.random.mark(), self._flags_now)
 
     def put_last(self, k: int) -> None:
         """Hand over the output of step k, which was taped last."""
@@ -692,6 +741,26 @@ class StepRunner:
         """Find out what outside has moved while steps ran so far; from here on graphs are compared if anything has."""
         self.proof.moving = moved(self._look, self._things.look())
 
+    def is_same_without_grad(self, snapshot: Snapshot, k: int) -> bool:
+        """Whether step k, the last one that ran, computes the same without grad; `snapshot` is the state before it."""
+        leaves, form = self.leaves, self._form
+        with self.hidden.aside(), self.random.aside(), self.shared.aside(), self.repeating():
+            self.resume(k, snapshot)
+            self.random.restore(snapshot.random)
+            try:
+                self.proof.output(k, self.run_plainly(k, k + 1))
+                self._note_state(k + 1)
+            except CheckpointError:
+                return False
+            finally:
+                self._set_carry(leaves, form)
+        return True
+
+    @property
+    def may_differ_without_grad(self) -> bool:
+        """Whether steps are run without grad, and it would be seen and not disturb anybody to try whether they may."""
+        return not (self._tapes_always or self.proof.never or self.proof.moving)
+
     def forget_probe(self) -> None:
         """Put everything back after steps that were run to be measured, and warn of what cannot be put back."""
         self.restart()
@@ -714,9 +783,19 @@ class StepRunner:
         """Run steps with grad from here on, even where no tape is kept."""
         self._tapes_always = True
 
-    def let_all_flow(self) -> None:
-        """Gradients flow through parts of the state where the first steps had none: look for them in all parts."""
-        self._flow_anywhere = True
+    def follow_flow(self) -> None:
+        """It is not settled through which parts of the state gradients flow: find out at every step, with its tape."""
+        self._follows_flow = self._tapes_always = True
+
+    def let_flow(self, positions: list[int]) -> bool:
+        """Gradients flow through positions of the state where none were seen to; False if that was known."""
+        names = self._position_names()
+        known = all(self._flows_by_name.get(names[k], False) for k in positions)
+        for k in positions:
+            self._flows_by_name[names[k]] = True
+            if k < len(self.profile.state):
+                self.profile.state[k] = True
+        return not known
 
     def end_at(self, length: int) -> None:
         """The loop turns out to end after `length` steps."""
@@ -732,6 +811,12 @@ class StepRunner:
         self.hidden.forget_start()
         self.hidden.finish(finals[form.size :])
         return form.unflatten(finals[: form.size])
+
+
+def _kinds_with_tensors(carry: Any) -> list[str]:
+    """The classes of those objects in a carry whose tensors the loop does not see."""
+    found = [leaf for leaf in leaves_of(carry) if not isinstance(leaf, torch.Tensor | nn.Module)]
+    return sorted({type(leaf).__name__ for leaf in found if tensors_of(list(getattr(leaf, "__dict__", {}).values()))})
 
 
 def _picks_kernels_by_grad(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowtide.checks import function
-from lowtide.errors import InputError
+from lowtide.errors import InputError, LowtideError
 from lowtide.interface.options import Fold, Reduce, fold_of
 from lowtide.torch.loops.inputs import Inputs
 from lowtide.torch.loops.lean_step import LeanStep
@@ -66,6 +66,21 @@ class Loop:
         """The final carry and the outputs, as the user gets them."""
         return (carry, ys) if self.fold is None else (carry[0], carry[1])
 
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """A context in which an error of the first step is told what it may come from."""
+        try:
+            yield
+        except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+            if not isinstance(error, LowtideError):
+                self.inputs.explain(error)
+                if self.has_carry and self.init is None:
+                    error.add_note(
+                        "init is None, so the first step got None for its carry; give the carry before the first step "
+                        "as init, or let the step make it: if h is None: h = ..."
+                    )
+            raise
+
     @property
     def fold(self) -> Fold | None:
         """The initial value and the function of the user's own fold; None if there is none."""
@@ -106,6 +121,14 @@ class CarryForm:
         )
 
 
+@dataclass(slots=True)
+class Turn:
+    """Where the runner is, for steps that have to know."""
+
+    again: bool = False  # whether steps are run again
+    resumed: bool = False  # whether the current state was put there, with only its step to come
+
+
 class Stepper:
     """Calls `f(carry, x) -> (carry, y)`, and checks that the carry keeps its structure, shapes and dtypes.
 
@@ -115,6 +138,7 @@ class Stepper:
     def __init__(self, f: StepFunction, init: Any) -> None:
         self.f = f
         self.lean: LeanStep | None = None  # the same with a lean tape
+        self.turn = Turn()
         self.first = self.later = CarryForm(init)
         self.init: list[Any] = self.first.form.flatten(init)
         self._learning = True  # until the first step has run

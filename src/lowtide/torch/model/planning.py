@@ -8,6 +8,7 @@ planned, and if it takes more than allowed, it is planned again with a lower aim
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -42,6 +43,8 @@ from lowtide.torch.state.stand_in import StandIn, original, standing_in
 
 # The share of the requested peak by which a plan aims lower: if the step is run once as planned, and if it is planned
 # on paper. No prediction in the tests was too low by more than this.
+_logger = logging.getLogger(__name__)
+
 MARGIN = 0.01
 MARGIN_ON_PAPER = 0.03
 _MOST_PLANS_RUN = 6  # each is run once; if it took too much, the next one aims lower by the excess
@@ -112,6 +115,7 @@ class Planning:
             (block.name, form.form) for block, cost in base.blocks for form in cost.forms if not form.is_settled
         }
         chain = base.chain(self._resident)
+        _logger.debug("measured a model: %s", chain)
         return self._with_siblings(chain, survey.uncalled()) if drawn else self._noting(chain, survey.uncalled())
 
     def _noting(self, chain: Chain, uncalled: dict[str, str]) -> Chain:
@@ -335,7 +339,7 @@ def plan_model(
         raise InputError(f"device={device!r} is for planning on paper; give on_paper=True too, or no device")
     card = device_of(device or "a100") if on_paper else None
     with planning(model, args, kwargs, optimizer, loss, card, Stages(pbar, "planning")) as found:
-        return found.plan(asked)
+        return found.plan(asked).logged(type(model).__name__)
 
 
 @contextmanager

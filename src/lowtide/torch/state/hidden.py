@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lowtide.errors import CheckpointError, InputError
@@ -32,6 +33,7 @@ from lowtide.torch.state.capture import edge_of
 from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.notes import SMALL, is_changed, needs_grad
 from lowtide.torch.state.samples import Sample, whole_sample_of
+from lowtide.torch.state.scripted import scripted_places
 from lowtide.torch.state.structure import (
     ATOMS,
     MISSING,
@@ -227,8 +229,14 @@ class Hidden:
             self._modules[id(module)] = module
             for name, parameter in module.named_parameters(recurse=False):
                 self.parameters.setdefault(id(parameter), f"{path}.{name}")
-            # A scripted module has no dictionaries of Python's.
-            if not isinstance(module, torch.jit.ScriptModule):
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+                raise InputError(
+                    f"{path} ({type(module).__name__}) is not initialised, which it can be only once; call it on an "
+                    "input before, as it is done before an optimizer is made"
+                )
+            if isinstance(module, torch.jit.ScriptModule):
+                yield from scripted_places(module, path)
+            else:
                 for mapping in (module._buffers, vars(module)):
                     yield from self._entries(mapping, path, list(mapping))
                     self._owners.append((mapping, path))

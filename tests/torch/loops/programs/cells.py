@@ -14,8 +14,8 @@ from torch.nn import functional as F  # noqa: N812  (as everybody does)
 from tests.torch.loops.programs.program import For, Scan, program
 
 
-def _xs(T: int, *shape: int) -> torch.Tensor:  # noqa: N803  (as people call it)
-    return torch.randn(T, *(shape or (2, 4))).requires_grad_()
+def _xs(length: int, *shape: int) -> torch.Tensor:
+    return torch.randn(length, *(shape or (2, 4))).requires_grad_()
 
 
 # --- torch's cells, with every way in which people begin
@@ -38,18 +38,18 @@ def _cell(name: str, make: Callable[[], nn.Module]) -> None:
         return step
 
     @program(f"{name}, no state given")
-    def without(T: int) -> Scan:
-        cell, xs = make(), _xs(T)
+    def without(length: int) -> Scan:
+        cell, xs = make(), _xs(length)
         return Scan(step_of(cell), None, xs, [cell, xs])
 
     @program(f"{name}, a learned first state")
-    def learned(T: int) -> Scan:
-        cell, xs, h0 = make(), _xs(T), nn.Parameter(torch.randn(1, 6) / 3)
+    def learned(length: int) -> Scan:
+        cell, xs, h0 = make(), _xs(length), nn.Parameter(torch.randn(1, 6) / 3)
         h = h0.expand(2, 6)
         return Scan(step_of(cell), (h, h * 0.5) if "LSTM" in name else h, xs, [cell, xs, h0])
 
     @program(f"{name}, state in the module")
-    def held(T: int) -> For:
+    def held(length: int) -> For:
         class Holding(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -59,7 +59,7 @@ def _cell(name: str, make: Callable[[], nn.Module]) -> None:
                 self.h = self.cell(x, self.h)
                 return self.h[0] if isinstance(self.h, tuple) else self.h
 
-        net, xs = Holding(), _xs(T)
+        net, xs = Holding(), _xs(length)
         return For(net, (xs,), [net, xs])
 
 
@@ -72,8 +72,8 @@ for _name, _make in _CELLS.items():
 
 def _layer(name: str, make: Callable[[], Any], given: bool) -> None:
     @program(f"{name} step by step, state {'given' if given else 'None'}")
-    def make_loop(T: int) -> Scan:
-        layer, xs = make(), _xs(T)
+    def make_loop(length: int) -> Scan:
+        layer, xs = make(), _xs(length)
         size = layer.num_layers * (2 if layer.bidirectional else 1)
 
         def step(h: Any, x: torch.Tensor) -> Any:
@@ -115,8 +115,8 @@ class LayerNormLSTM(nn.Module):
 
 
 @program("LayerNorm LSTM")
-def _(T: int) -> Scan:
-    cell, xs = LayerNormLSTM(), _xs(T)
+def _(length: int) -> Scan:
+    cell, xs = LayerNormLSTM(), _xs(length)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         h, state = cell(x, state)
@@ -126,8 +126,8 @@ def _(T: int) -> Scan:
 
 
 @program("recurrent BatchNorm with statistics of each step")
-def _(T: int) -> Scan:
-    cell, norms, xs = nn.Linear(10, 6), nn.ModuleList(nn.BatchNorm1d(6) for _ in range(T)), _xs(T)
+def _(length: int) -> Scan:
+    cell, norms, xs = nn.Linear(10, 6), nn.ModuleList(nn.BatchNorm1d(6) for _ in range(length)), _xs(length)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         h, t = state
@@ -138,8 +138,8 @@ def _(T: int) -> Scan:
 
 
 @program("zoneout")
-def _(T: int) -> Scan:
-    cell, xs = nn.GRUCell(4, 6), _xs(T)
+def _(length: int) -> Scan:
+    cell, xs = nn.GRUCell(4, 6), _xs(length)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         new = cell(x, h)
@@ -151,8 +151,8 @@ def _(T: int) -> Scan:
 
 
 @program("variational dropout, one mask for all steps")
-def _(T: int) -> Scan:
-    cell, xs = nn.GRUCell(4, 6), _xs(T)
+def _(length: int) -> Scan:
+    cell, xs = nn.GRUCell(4, 6), _xs(length)
     mask = F.dropout(torch.ones(2, 6), 0.4)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
@@ -163,26 +163,26 @@ def _(T: int) -> Scan:
 
 
 @program("weight drop: the matrix is masked once before the loop")
-def _(T: int) -> Scan:
-    w, xs = nn.Parameter(torch.randn(6, 6) / 3), _xs(T, 2, 6)
+def _(length: int) -> Scan:
+    w, xs = nn.Parameter(torch.randn(6, 6) / 3), _xs(length, 2, 6)
     dropped = F.dropout(w, 0.3)
     return Scan(lambda h, x: (torch.tanh(h @ dropped + x), h), torch.zeros(2, 6), xs, [w, xs])
 
 
 @program("weight norm and spectral norm")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)),
         nn.Tanh(),
         nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)),
     )
-    xs = _xs(T)
+    xs = _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program("orthogonal recurrent matrix")
-def _(T: int) -> Scan:
-    hh, xs = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4, bias=False)), _xs(T)
+def _(length: int) -> Scan:
+    hh, xs = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4, bias=False)), _xs(length)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         h = torch.relu(hh(h) + x)
@@ -192,9 +192,9 @@ def _(T: int) -> Scan:
 
 
 @program("IndRNN with two layers")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     w = nn.ParameterList([torch.randn(4, 6), torch.randn(6), torch.randn(6, 6), torch.randn(6)])
-    xs = _xs(T)
+    xs = _xs(length)
 
     def step(hs: list[torch.Tensor], x: torch.Tensor) -> Any:
         h1 = torch.relu(x @ w[0] + w[1] * hs[0])
@@ -205,8 +205,8 @@ def _(T: int) -> Scan:
 
 
 @program("clockwork RNN: groups move at their own pace")
-def _(T: int) -> Scan:
-    cell, xs = nn.RNNCell(4, 6), _xs(T)
+def _(length: int) -> Scan:
+    cell, xs = nn.RNNCell(4, 6), _xs(length)
     periods = torch.tensor([1, 1, 2, 2, 4, 4])
 
     def step(state: Any, x: torch.Tensor) -> Any:
@@ -218,8 +218,8 @@ def _(T: int) -> Scan:
 
 
 @program("minimal gated unit, dictionary state")
-def _(T: int) -> Scan:
-    f, c, xs = nn.Linear(10, 6), nn.Linear(10, 6), _xs(T)
+def _(length: int) -> Scan:
+    f, c, xs = nn.Linear(10, 6), nn.Linear(10, 6), _xs(length)
 
     def step(state: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
         h = state["h"]
@@ -237,8 +237,8 @@ class CellState(NamedTuple):
 
 
 @program("peephole LSTM, named tuple")
-def _(T: int) -> Scan:
-    lin, peep, xs = nn.Linear(10, 24), nn.Parameter(torch.randn(3, 6)), _xs(T)
+def _(length: int) -> Scan:
+    lin, peep, xs = nn.Linear(10, 24), nn.Parameter(torch.randn(3, 6)), _xs(length)
 
     def step(s: CellState, x: torch.Tensor) -> Any:
         i, f, g, o = lin(torch.cat([x, s.h], 1)).chunk(4, 1)
@@ -250,8 +250,8 @@ def _(T: int) -> Scan:
 
 
 @program("ConvLSTM")
-def _(T: int) -> Scan:
-    conv, xs = nn.Conv2d(4, 12, 3, padding=1), _xs(T, 2, 1, 5, 5)
+def _(length: int) -> Scan:
+    conv, xs = nn.Conv2d(4, 12, 3, padding=1), _xs(length, 2, 1, 5, 5)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         h, c = state
@@ -264,8 +264,8 @@ def _(T: int) -> Scan:
 
 
 @program("quasi-recurrent pooling")
-def _(T: int) -> Scan:
-    z, f, xs = nn.Linear(4, 6), nn.Linear(4, 6), _xs(T)
+def _(length: int) -> Scan:
+    z, f, xs = nn.Linear(4, 6), nn.Linear(4, 6), _xs(length)
 
     def step(c: torch.Tensor, x: torch.Tensor) -> Any:
         gate = f(x).sigmoid()
@@ -276,9 +276,9 @@ def _(T: int) -> Scan:
 
 
 @program("diagonal state space, complex numbers")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     log_a, b, c = (nn.Parameter(torch.randn(4, dtype=torch.cfloat) / 2) for _ in range(3))
-    xs = _xs(T)
+    xs = _xs(length)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         h = torch.exp(-log_a.abs() + 1j * log_a.imag) * h + b * x
@@ -288,8 +288,8 @@ def _(T: int) -> Scan:
 
 
 @program("selective state space, as in Mamba")
-def _(T: int) -> Scan:
-    proj, a_log, xs = nn.Linear(4, 4 + 2 * 3), nn.Parameter(torch.randn(4, 3)), _xs(T)
+def _(length: int) -> Scan:
+    proj, a_log, xs = nn.Linear(4, 4 + 2 * 3), nn.Parameter(torch.randn(4, 3)), _xs(length)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         dt, b, c = proj(x).split([4, 3, 3], -1)
@@ -301,8 +301,8 @@ def _(T: int) -> Scan:
 
 
 @program("linear attention with a matrix for a state")
-def _(T: int) -> Scan:
-    qkv, xs = nn.Linear(4, 12), _xs(T)
+def _(length: int) -> Scan:
+    qkv, xs = nn.Linear(4, 12), _xs(length)
 
     def step(s: torch.Tensor, x: torch.Tensor) -> Any:
         q, k, v = qkv(x).chunk(3, -1)
@@ -313,8 +313,8 @@ def _(T: int) -> Scan:
 
 
 @program("delta rule with normalised keys")
-def _(T: int) -> Scan:
-    qkv, beta, xs = nn.Linear(4, 12), nn.Linear(4, 1), _xs(T)
+def _(length: int) -> Scan:
+    qkv, beta, xs = nn.Linear(4, 12), nn.Linear(4, 1), _xs(length)
 
     def step(s: torch.Tensor, x: torch.Tensor) -> Any:
         q, k, v = qkv(x).chunk(3, -1)
@@ -327,9 +327,9 @@ def _(T: int) -> Scan:
 
 
 @program("RWKV time mixing")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     k, v, r, w = (nn.Linear(4, 4, bias=False) for _ in range(4))
-    mix, xs = nn.Parameter(torch.rand(4)), _xs(T)
+    mix, xs = nn.Parameter(torch.rand(4)), _xs(length)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         last, num, den, top = state
@@ -345,8 +345,8 @@ def _(T: int) -> Scan:
 
 
 @program("xLSTM, exponential gates and a stabiliser")
-def _(T: int) -> Scan:
-    lin, xs = nn.Linear(10, 24), _xs(T)
+def _(length: int) -> Scan:
+    lin, xs = nn.Linear(10, 24), _xs(length)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         h, c, n, m = state
@@ -361,8 +361,8 @@ def _(T: int) -> Scan:
 
 
 @program("minLSTM in log space")
-def _(T: int) -> Scan:
-    lin, xs = nn.Linear(4, 18), _xs(T)
+def _(length: int) -> Scan:
+    lin, xs = nn.Linear(4, 18), _xs(length)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         f, i, new = lin(x).chunk(3, -1)
@@ -377,8 +377,8 @@ def _(T: int) -> Scan:
 
 
 @program("attention over a window of past states")
-def _(T: int) -> Scan:
-    q, cell, xs = nn.Linear(4, 6), nn.GRUCell(4, 6), _xs(T)
+def _(length: int) -> Scan:
+    q, cell, xs = nn.Linear(4, 6), nn.GRUCell(4, 6), _xs(length)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         h, past = state
@@ -409,13 +409,13 @@ class Cached(nn.Module):
 
 
 @program("cache of keys and values in buffers, copied before it is written")
-def _(T: int) -> For:
-    net, xs = Cached(T, fresh=True), _xs(T)
+def _(length: int) -> For:
+    net, xs = Cached(length, fresh=True), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program("cache of keys and values that grows by cat, in a module")
-def _(T: int) -> For:
+def _(length: int) -> For:
     class Growing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -429,12 +429,12 @@ def _(T: int) -> For:
             self.cache = (k, v)
             return F.scaled_dot_product_attention(q, k, v)[:, 0]
 
-    net, xs = Growing(), _xs(T)
+    net, xs = Growing(), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program("list of keys and values that grows, in a module")
-def _(T: int) -> For:
+def _(length: int) -> For:
     class Growing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -446,22 +446,22 @@ def _(T: int) -> For:
             q, k, v = self.qkv(x).chunk(3, -1)
             self.keys.append(k)
             self.values.append(v)
-            return F.scaled_dot_product_attention(
-                q[:, None], torch.stack(self.keys, 1), torch.stack(self.values, 1)
-            )[:, 0]
+            return F.scaled_dot_product_attention(q[:, None], torch.stack(self.keys, 1), torch.stack(self.values, 1))[
+                :, 0
+            ]
 
-    net, xs = Growing(), _xs(T)
+    net, xs = Growing(), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program(
     "list of states that grows in the carry",
     refused="list that grows",
-    instead=lambda T: _growing_in_module(T),
+    instead=lambda length: _growing_in_module(length),
     outputs_vary=True,
 )
-def _(T: int) -> Scan:
-    cell, xs = nn.GRUCell(4, 6), _xs(T)
+def _(length: int) -> Scan:
+    cell, xs = nn.GRUCell(4, 6), _xs(length)
 
     def step(past: list[torch.Tensor], x: torch.Tensor) -> Any:
         h = cell(x, past[-1]) + sum(past) / len(past)
@@ -470,7 +470,7 @@ def _(T: int) -> Scan:
     return Scan(step, [torch.zeros(2, 6)], xs, [cell, xs])
 
 
-def _growing_in_module(T: int) -> For:  # noqa: N803
+def _growing_in_module(length: int) -> For:
     class Growing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -481,13 +481,13 @@ def _growing_in_module(T: int) -> For:  # noqa: N803
             self.past.append(h)
             return h
 
-    net, xs = Growing(), _xs(T)
+    net, xs = Growing(), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program("neural Turing machine")
-def _(T: int) -> Scan:
-    head, xs = nn.Linear(4 + 3, 3 + 1 + 3 + 3), _xs(T)
+def _(length: int) -> Scan:
+    head, xs = nn.Linear(4 + 3, 3 + 1 + 3 + 3), _xs(length)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         memory, read = state
@@ -500,7 +500,7 @@ def _(T: int) -> Scan:
     return Scan(step, (torch.full((2, 5, 3), 0.1), torch.zeros(2, 3)), xs, [head, xs])
 
 
-def _delays(many: int, T: int) -> For:  # noqa: N803
+def _delays(many: int, length: int) -> For:
     class Delayed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -512,23 +512,23 @@ def _delays(many: int, T: int) -> For:  # noqa: N803
             self.past.append(y)
             return y
 
-    net, xs = Delayed(), _xs(T)
+    net, xs = Delayed(), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program("delay of 5 steps in a deque")
-def _(T: int) -> For:
-    return _delays(5, T)
+def _(length: int) -> For:
+    return _delays(5, length)
 
 
 @program("delay of 25 steps in a deque")
-def _(T: int) -> For:
-    return _delays(25, T)
+def _(length: int) -> For:
+    return _delays(25, length)
 
 
 @program("delay of 25 steps in a tuple")
-def _(T: int) -> Scan:
-    lin, xs = nn.Linear(4, 4), _xs(T)
+def _(length: int) -> Scan:
+    lin, xs = nn.Linear(4, 4), _xs(length)
 
     def step(past: tuple[torch.Tensor, ...], x: torch.Tensor) -> Any:
         y = torch.tanh(lin(x) + 0.5 * past[0])
@@ -538,8 +538,8 @@ def _(T: int) -> Scan:
 
 
 @program("delay of 25 steps in a tensor that is rolled")
-def _(T: int) -> Scan:
-    lin, xs = nn.Linear(4, 4), _xs(T)
+def _(length: int) -> Scan:
+    lin, xs = nn.Linear(4, 4), _xs(length)
 
     def step(past: torch.Tensor, x: torch.Tensor) -> Any:
         y = torch.tanh(lin(x) + 0.5 * past[0])
@@ -552,7 +552,7 @@ def _(T: int) -> Scan:
 
 
 @program("decoder with attention, fed what it said before")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     emb, cell, out = nn.Embedding(7, 4), nn.GRUCell(4, 6), nn.Linear(6, 7)
     memory = nn.Parameter(torch.randn(2, 5, 6))
 
@@ -564,13 +564,13 @@ def _(T: int) -> Scan:
         return (h, logits.argmax(-1)), logits
 
     init = (torch.zeros(2, 6), torch.zeros(2, dtype=torch.long))
-    return Scan(step, init, None, [emb, cell, out, memory], length=T)
+    return Scan(step, init, None, [emb, cell, out, memory], length=length)
 
 
 @program("decoder with scheduled sampling")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     emb, cell, out = nn.Embedding(7, 4), nn.GRUCell(4, 6), nn.Linear(6, 7)
-    targets = torch.randint(7, (T, 2))
+    targets = torch.randint(7, (length, 2))
 
     def step(state: Any, target: torch.Tensor) -> Any:
         h, said = state
@@ -584,11 +584,11 @@ def _(T: int) -> Scan:
 
 
 @program("decoder with teacher forcing by Python's random")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     import random
 
     emb, cell, out = nn.Embedding(7, 4), nn.GRUCell(4, 6), nn.Linear(6, 7)
-    targets = torch.randint(7, (T, 2))
+    targets = torch.randint(7, (length, 2))
 
     def step(state: Any, target: torch.Tensor) -> Any:
         h, said = state
@@ -602,7 +602,7 @@ def _(T: int) -> Scan:
 
 
 @program("decoder with a Gumbel softmax")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     cell, out, emb = nn.GRUCell(4, 6), nn.Linear(6, 7), nn.Linear(7, 4, bias=False)
 
     def step(state: Any, _: Any) -> Any:
@@ -612,13 +612,13 @@ def _(T: int) -> Scan:
         return (h, token), token
 
     init = (torch.zeros(2, 6), F.one_hot(torch.tensor([1, 2]), 7).float())
-    return Scan(step, init, None, [cell, out, emb], length=T)
+    return Scan(step, init, None, [cell, out, emb], length=length)
 
 
 @program("padded sequences: finished rows keep their state")
-def _(T: int) -> Scan:
-    cell, xs = nn.GRUCell(4, 6), _xs(T)
-    lengths = torch.tensor([max(1, T // 2), T])
+def _(length: int) -> Scan:
+    cell, xs = nn.GRUCell(4, 6), _xs(length)
+    lengths = torch.tensor([max(1, length // 2), length])
 
     def step(state: Any, x: torch.Tensor) -> Any:
         h, t = state
@@ -629,8 +629,8 @@ def _(T: int) -> Scan:
 
 
 @program("CTC forward variables")
-def _(T: int) -> Scan:
-    lin, xs = nn.Linear(4, 5), _xs(T)
+def _(length: int) -> Scan:
+    lin, xs = nn.Linear(4, 5), _xs(length)
 
     def step(alpha: torch.Tensor, x: torch.Tensor) -> Any:
         logp = lin(x).log_softmax(-1)
@@ -643,20 +643,20 @@ def _(T: int) -> Scan:
     return Scan(step, start, xs, [lin, xs])
 
 
-@program("CRF forward algorithm")
-def _(T: int) -> Scan:
-    lin, trans, xs = nn.Linear(4, 5), nn.Parameter(torch.randn(5, 5)), _xs(T)
+@program("CRF forward algorithm", outputs_vary=True)
+def _(length: int) -> Scan:
+    lin, trans, xs = nn.Linear(4, 5), nn.Parameter(torch.randn(5, 5)), _xs(length)
 
     def step(alpha: torch.Tensor, x: torch.Tensor) -> Any:
         alpha = torch.logsumexp(alpha[:, :, None] + trans, 1) + lin(x)
         return alpha, None
 
-    return Scan(step, torch.zeros(2, 5), xs, [lin, trans, xs], )
+    return Scan(step, torch.zeros(2, 5), xs, [lin, trans, xs])
 
 
 @program("Viterbi with straight-through maxima")
-def _(T: int) -> Scan:
-    lin, trans, xs = nn.Linear(4, 5), nn.Parameter(torch.randn(5, 5)), _xs(T)
+def _(length: int) -> Scan:
+    lin, trans, xs = nn.Linear(4, 5), nn.Parameter(torch.randn(5, 5)), _xs(length)
 
     def step(score: torch.Tensor, x: torch.Tensor) -> Any:
         best, back = (score[:, :, None] + trans).max(1)
@@ -669,19 +669,19 @@ def _(T: int) -> Scan:
 
 
 @program("transformer encoder layer at every step, eval mode")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
-    return Scan(lambda h, _: (layer(h), h.mean()), torch.randn(2, 3, 4), None, [layer], length=T)
+    return Scan(lambda h, _: (layer(h), h.mean()), torch.randn(2, 3, 4), None, [layer], length=length)
 
 
 @program("transformer encoder layer at every step, with dropout")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2)
-    return Scan(lambda h, _: (layer(h), h.mean()), torch.randn(3, 2, 4), None, [layer], length=T)
+    return Scan(lambda h, _: (layer(h), h.mean()), torch.randn(3, 2, 4), None, [layer], length=length)
 
 
 @program("universal transformer with a step embedding")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     attn, ff, emb = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 4), nn.Embedding(64, 4)
 
     def step(state: Any, _: Any) -> Any:
@@ -691,11 +691,11 @@ def _(T: int) -> Scan:
         h = F.layer_norm(h + torch.relu(ff(h)), (4,))
         return (h, t + 1), h[:, 0]
 
-    return Scan(step, (torch.randn(2, 3, 4), 0), None, [attn, ff, emb], length=T)
+    return Scan(step, (torch.randn(2, 3, 4), 0), None, [attn, ff, emb], length=length)
 
 
 @program("message passing on a graph")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     msg, gru = nn.Linear(12, 6), nn.GRUCell(6, 6)
     src, dst = torch.randint(5, (9,)), torch.randint(5, (9,))
 
@@ -704,11 +704,11 @@ def _(T: int) -> Scan:
         h = gru(torch.zeros_like(h).index_add(0, dst, m), h)
         return h, h.sum(0)
 
-    return Scan(step, torch.randn(5, 6), None, [msg, gru], length=T)
+    return Scan(step, torch.randn(5, 6), None, [msg, gru], length=length)
 
 
 @program("graph convolution with a sparse adjacency matrix")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     lin = nn.Linear(6, 6)
     index = torch.stack([torch.arange(5), (torch.arange(5) + 1) % 5])
     adjacency = torch.sparse_coo_tensor(index, torch.ones(5), (5, 5)).coalesce()
@@ -717,7 +717,7 @@ def _(T: int) -> Scan:
         h = torch.tanh(torch.sparse.mm(adjacency, lin(h)))
         return h, h.sum(0)
 
-    return Scan(step, torch.randn(5, 6), None, [lin], length=T)
+    return Scan(step, torch.randn(5, 6), None, [lin], length=length)
 
 
 class SparseBuffer(nn.Module):
@@ -732,20 +732,20 @@ class SparseBuffer(nn.Module):
 
 
 @program("sparse connectivity in a buffer, COO")
-def _(T: int) -> For:
-    net, xs = SparseBuffer("coo"), _xs(T)
+def _(length: int) -> For:
+    net, xs = SparseBuffer("coo"), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program("sparse connectivity in a buffer, CSR")
-def _(T: int) -> For:
-    net, xs = SparseBuffer("csr"), _xs(T)
+def _(length: int) -> For:
+    net, xs = SparseBuffer("csr"), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program("a sparse matrix of weights made before the loop")
-def _(T: int) -> Scan:
-    values, xs = nn.Parameter(torch.randn(6)), _xs(T, 2, 4)
+def _(length: int) -> Scan:
+    values, xs = nn.Parameter(torch.randn(6)), _xs(length, 2, 4)
     index = torch.tensor([[0, 1, 2, 3, 0, 2], [1, 2, 3, 0, 2, 1]])
     w = torch.sparse_coo_tensor(index, values, (4, 4))
 
@@ -757,7 +757,7 @@ def _(T: int) -> Scan:
 
 
 @program("a sparse parameter")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -767,13 +767,13 @@ def _(T: int) -> Scan:
             h = torch.tanh(torch.sparse.mm(self.w, h.t()).t() + x)
             return h, h
 
-    net, xs = Net(), _xs(T)
+    net, xs = Net(), _xs(length)
     return Scan(net, torch.zeros(2, 4), xs, [net, xs])
 
 
 @program("sparse embedding")
-def _(T: int) -> Scan:
-    emb, cell, xs = nn.Embedding(9, 4, sparse=True), nn.GRUCell(4, 6), torch.randint(9, (T, 2))
+def _(length: int) -> Scan:
+    emb, cell, xs = nn.Embedding(9, 4, sparse=True), nn.GRUCell(4, 6), torch.randint(9, (length, 2))
 
     def step(h: torch.Tensor, token: torch.Tensor) -> Any:
         h = cell(emb(token), h)
@@ -783,26 +783,24 @@ def _(T: int) -> Scan:
 
 
 @program("embedding bag")
-def _(T: int) -> For:
-    bag, lin, xs = nn.EmbeddingBag(9, 4), nn.Linear(4, 3), torch.randint(9, (T, 2, 5))
+def _(length: int) -> For:
+    bag, lin, xs = nn.EmbeddingBag(9, 4), nn.Linear(4, 3), torch.randint(9, (length, 2, 5))
     return For(lambda t: lin(bag(t)), (xs,), [bag, lin])
 
 
 @program("a scripted module")
-def _(T: int) -> For:
-    net, xs = torch.jit.script(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))), _xs(T)
+def _(length: int) -> For:
+    net, xs = torch.jit.script(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program("a scripted module with BatchNorm")
-def _(T: int) -> For:
-    net, xs = torch.jit.script(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))), _xs(T)
+def _(length: int) -> For:
+    net, xs = torch.jit.script(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 class ScriptedState(nn.Module):
-    v: torch.Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(4, 4)
@@ -814,21 +812,21 @@ class ScriptedState(nn.Module):
 
 
 @program("a scripted module with a state")
-def _(T: int) -> For:
-    net, xs = torch.jit.script(ScriptedState()), _xs(T)
+def _(length: int) -> For:
+    net, xs = torch.jit.script(ScriptedState()), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program("a scripted module inside another one")
-def _(T: int) -> For:
-    net, xs = nn.Sequential(nn.Linear(4, 4), torch.jit.script(ScriptedState()), nn.Dropout(0.2)), _xs(T)
+def _(length: int) -> For:
+    net, xs = nn.Sequential(nn.Linear(4, 4), torch.jit.script(ScriptedState()), nn.Dropout(0.2)), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program("a traced module")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = torch.jit.trace(nn.Sequential(nn.Linear(4, 6), nn.Tanh()), torch.zeros(2, 4))
-    xs = _xs(T)
+    xs = _xs(length)
     return For(net, (xs,), [net, xs])
 
 
@@ -840,13 +838,15 @@ _LAZY: dict[str, Callable[[], nn.Module]] = {
 
 
 def _lazy(name: str, make: Callable[[], nn.Module]) -> None:
-    @program(f"{name}, not initialised before the loop", refused="LazyModule|[Ll]azy", instead=lambda T: warm(T))
-    def make_loop(T: int) -> For:
-        net, xs = make(), _xs(T)
+    @program(
+        f"{name}, not initialised before the loop", refused="LazyModule|[Ll]azy", instead=lambda length: warm(length)
+    )
+    def make_loop(length: int) -> For:
+        net, xs = make(), _xs(length)
         return For(net, (xs,), [net, xs])
 
-    def warm(T: int) -> For:  # noqa: N803
-        net, xs = make(), _xs(T)
+    def warm(length: int) -> For:
+        net, xs = make(), _xs(length)
         net(xs[0].detach())
         return For(net, (xs,), [net, xs])
 
@@ -856,23 +856,23 @@ for _name, _lazy_of in _LAZY.items():
 
 
 @program("BatchNorm at every step")
-def _(T: int) -> For:
-    net, xs = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3)), _xs(T)
+def _(length: int) -> For:
+    net, xs = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3)), _xs(length)
     return For(net, (xs,), [net, xs])
 
 
 @program("InstanceNorm and GroupNorm")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = nn.Sequential(
         nn.Conv1d(1, 4, 3, padding=1), nn.InstanceNorm1d(4, affine=True, track_running_stats=True), nn.GroupNorm(2, 4)
     )
-    xs = _xs(T, 2, 1, 6)
+    xs = _xs(length, 2, 1, 6)
     return For(net, (xs,), [net, xs])
 
 
 @program("autocast to bfloat16 in the step")
-def _(T: int) -> Scan:
-    cell, xs = nn.GRUCell(4, 6), _xs(T)
+def _(length: int) -> Scan:
+    cell, xs = nn.GRUCell(4, 6), _xs(length)
     lin = nn.Linear(6, 6)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
@@ -885,9 +885,9 @@ def _(T: int) -> Scan:
 
 
 @program("low rank adapters on frozen weights")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     base = nn.GRUCell(4, 6).requires_grad_(False)
-    a, b, xs = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.zeros(2, 6)), _xs(T)
+    a, b, xs = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.zeros(2, 6)), _xs(length)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         h = base(x, h) + h @ a @ b
@@ -897,8 +897,8 @@ def _(T: int) -> Scan:
 
 
 @program("truncated backpropagation: the state is detached every five steps")
-def _(T: int) -> Scan:
-    cell, xs = nn.GRUCell(4, 6), _xs(T)
+def _(length: int) -> Scan:
+    cell, xs = nn.GRUCell(4, 6), _xs(length)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         h, t = state
@@ -910,13 +910,13 @@ def _(T: int) -> Scan:
     return Scan(step, (torch.zeros(2, 6), 0), xs, [cell, xs])
 
 
-@program("burn-in without grad", refused="gradient at step", instead=lambda T: _burn_in(T, outputs=False))
-def _(T: int) -> Scan:
-    return _burn_in(T, outputs=True)
+@program("burn-in without grad", refused="gradient at step", instead=lambda length: _burn_in(length, outputs=False))
+def _(length: int) -> Scan:
+    return _burn_in(length, outputs=True)
 
 
-def _burn_in(T: int, *, outputs: bool, steps: int = 20) -> Scan:  # noqa: N803
-    cell, xs = nn.GRUCell(4, 6), _xs(T)
+def _burn_in(length: int, *, outputs: bool, steps: int = 20) -> Scan:
+    cell, xs = nn.GRUCell(4, 6), _xs(length)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         h, t = state
@@ -927,20 +927,20 @@ def _burn_in(T: int, *, outputs: bool, steps: int = 20) -> Scan:  # noqa: N803
     return Scan(step, (torch.zeros(2, 6), 0), xs, [cell, xs])
 
 
-@program("burn-in without grad, only the last state is used")
-def _(T: int) -> Scan:
-    return _burn_in(T, outputs=False)
+@program("burn-in without grad, only the last state is used", outputs_vary=True)
+def _(length: int) -> Scan:
+    return _burn_in(length, outputs=False)
 
 
 @program("burn-in without grad of three steps")
-def _(T: int) -> Scan:
-    return _burn_in(T, outputs=True, steps=3)
+def _(length: int) -> Scan:
+    return _burn_in(length, outputs=True, steps=3)
 
 
 @program("echo state network with a frozen reservoir")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     w, w_in, out = torch.randn(20, 20) / 8, torch.randn(4, 20), nn.Linear(20, 2)
-    xs = torch.randn(T, 2, 4)
+    xs = torch.randn(length, 2, 4)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         h = 0.7 * h + 0.3 * torch.tanh(h @ w + x @ w_in)
@@ -950,7 +950,7 @@ def _(T: int) -> Scan:
 
 
 @program("adaptive computation time: halting weights")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     cell, halt, x = nn.GRUCell(4, 6), nn.Linear(6, 1), torch.randn(2, 4)
 
     def step(state: Any, _: Any) -> Any:
@@ -960,12 +960,12 @@ def _(T: int) -> Scan:
         p = torch.where(total + p > 1, (1 - total).clamp(min=0), p)
         return (h, total + p, mean + p * h), p
 
-    return Scan(step, (torch.zeros(2, 6), torch.zeros(2, 1), torch.zeros(2, 6)), None, [cell, halt], length=T)
+    return Scan(step, (torch.zeros(2, 6), torch.zeros(2, 1), torch.zeros(2, 6)), None, [cell, halt], length=length)
 
 
 @program("hypernetwork: weights made before the loop")
-def _(T: int) -> Scan:
-    hyper, z, xs = nn.Linear(3, 4 * 4), torch.randn(3), _xs(T)
+def _(length: int) -> Scan:
+    hyper, z, xs = nn.Linear(3, 4 * 4), torch.randn(3), _xs(length)
     w = hyper(z).view(4, 4)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
@@ -976,8 +976,8 @@ def _(T: int) -> Scan:
 
 
 @program("transposed states and non-contiguous products")
-def _(T: int) -> Scan:
-    w, xs = nn.Parameter(torch.randn(5, 5) / 3), _xs(T, 2, 3, 5)
+def _(length: int) -> Scan:
+    w, xs = nn.Parameter(torch.randn(5, 5) / 3), _xs(length, 2, 3, 5)
 
     def step(h: torch.Tensor, x: torch.Tensor) -> Any:
         h = torch.tanh((h.transpose(1, 2).contiguous().transpose(1, 2) @ w) + x)
@@ -987,8 +987,8 @@ def _(T: int) -> Scan:
 
 
 @program("positional encoding by the step's number")
-def _(T: int) -> Scan:
-    lin, xs = nn.Linear(4, 4), _xs(T)
+def _(length: int) -> Scan:
+    lin, xs = nn.Linear(4, 4), _xs(length)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         h, t = state

@@ -66,7 +66,7 @@ Make = Callable[[int], Loop]
 
 @dataclass(frozen=True)
 class Entry:
-    """A program of the table: `make(T)` makes it afresh."""
+    """A program of the table: `make(length)` makes it afresh."""
 
     name: str
     make: Make
@@ -95,6 +95,8 @@ def program(name: str, **about: Any) -> Callable[[Make], Make]:
 
 
 def _rows(xs: Any, length: int | None) -> list[Any]:
+    if xs is None:
+        return [None] * (length or 0)
     leaves, form = trees.tree_flatten(xs)
     columns = [
         leaf.unbind(0) if isinstance(leaf, torch.Tensor) else [leaf[k] for k in range(length or leaf.length)]
@@ -116,10 +118,9 @@ def _stacked(ys: list[Any]) -> Any:
 
 
 def _added(total: Any, y: Any) -> Any:
-    if total is None:
-        total = trees.tree_map(lambda _: 0, y)
     leaves, form = trees.tree_flatten(y)
-    return trees.tree_unflatten([a + b for a, b in zip(trees.tree_leaves(total), leaves, strict=True)], form)
+    totals = [0] * len(leaves) if total is None else trees.tree_leaves(total)
+    return trees.tree_unflatten([None if b is None else a + b for a, b in zip(totals, leaves, strict=True)], form)
 
 
 def plain(loop: Loop, option: Option) -> tuple[Any, Any]:
@@ -145,7 +146,7 @@ def plain(loop: Loop, option: Option) -> tuple[Any, Any]:
         else:
             total = reduce[1](total, y) if isinstance(reduce, tuple) else _added(total, y)
     if reduce == "mean":
-        total = trees.tree_map(lambda acc: acc / len(rows), total)
+        total = trees.tree_map(lambda acc: None if acc is None else acc / len(rows), total)
     return carry, (_stacked(ys[::-1] if reverse else ys) if reduce is None else total)
 
 
@@ -336,16 +337,25 @@ def options_of(entry: Entry) -> dict[str, Option]:
 def _resolved(make: Make, length: int, option: Option) -> Option:
     """The option with its plan made, or the least budget found."""
     if "budget" in option:
-        begin()
-        try:
-            ours(make(length), option | {"budget": 1 if option["budget"] == "least" else option["budget"]})
-        except lt.BudgetError as error:
-            return option | {"budget": error.least}
-        return option | {"budget": option["budget"].replace("least", "1")}
+        return option | {"budget": _budget(make, length, option)}
     if "plan" in option:
         begin()
         return option | {"plan": planned(make(length), option["plan"])}
     return option
+
+
+def _budget(make: Make, length: int, option: Option) -> int | str:
+    """A budget that works: the one asked for, or what errors say is the least."""
+    asked = 1 if option["budget"] == "least" else option["budget"]
+    for _ in range(3):  # where steps cost more from one to the next, the least does too
+        begin()
+        try:
+            ours(make(length), option | {"budget": asked})
+        except lt.BudgetError as error:
+            asked = error.least
+        else:
+            break
+    return asked
 
 
 def differences(make: Make, length: int, option: Option) -> list[str]:
@@ -356,16 +366,18 @@ def differences(make: Make, length: int, option: Option) -> list[str]:
 
 
 def verdict(entry: Entry, length: int, option: Option) -> str:
-    """"equal", "refused" with a way out that works, or what is wrong."""
+    """Whether it is "equal", or "refused" with a way out that works; or else what is wrong."""
+    found = _judged(entry.make, length, option)
+    if entry.refused is None or found == "equal" or not re.search(entry.refused, found):
+        return found
+    instead = "equal" if entry.instead is None else _judged(entry.instead, length, option)
+    return "refused" if instead == "equal" else f"the way out: {instead}"
+
+
+def _judged(make: Make, length: int, option: Option) -> str:
     try:
-        wrong = differences(entry.make, length, option)
-    except (lt.CheckpointError, ValueError) as error:
-        if entry.refused is None or not re.search(entry.refused, str(error)):
-            return f"{type(error).__name__}: {error}"
-        if entry.instead is None:
-            return "refused"
-        wrong = differences(entry.instead, length, option)
-        return f"the way out differs: {', '.join(wrong)}" if wrong else "refused"
+        wrong = differences(make, length, option)
     except Exception as error:
-        return f"a bare {type(error).__name__}: {error}"
+        kind = "" if isinstance(error, lt.CheckpointError | lt.BudgetError) else f"a bare {type(error).__name__}: "
+        return f"{kind}{error}"
     return f"differs: {', '.join(wrong)}" if wrong else "equal"

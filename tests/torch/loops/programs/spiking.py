@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import norse.torch as norse
 import snntorch
 import torch
 from snntorch import surrogate
-from snntorch.functional import quant
 from snntorch import utils as snntorch_utils
+from snntorch.functional import quant
 from spikingjelly.activation_based import functional as jelly_functional
 from spikingjelly.activation_based import layer as jelly_layer
 from spikingjelly.activation_based import neuron as jelly_neuron
@@ -18,10 +17,11 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  (as everybody does)
 
 from tests.torch.loops.programs.program import For, Scan, program
+from tests.torch.state.partners import norse
 
 
-def _spikes(T: int, *shape: int) -> torch.Tensor:  # noqa: N803  (as the tutorials do)
-    return (torch.rand(T, *shape) < 0.5).float()
+def _spikes(length: int, *shape: int) -> torch.Tensor:
+    return (torch.rand(length, *shape) < 0.5).float()
 
 
 # --- snnTorch: hidden state in the neurons
@@ -40,9 +40,7 @@ _HIDDEN_NEURONS: dict[str, Any] = {
     "Leaky, straight through": lambda **k: snntorch.Leaky(
         beta=0.9, spike_grad=surrogate.straight_through_estimator(), **k
     ),
-    "Leaky, state quantised": lambda **k: snntorch.Leaky(
-        beta=0.9, state_quant=quant.state_quant(num_bits=4), **k
-    ),
+    "Leaky, state quantised": lambda **k: snntorch.Leaky(beta=0.9, state_quant=quant.state_quant(num_bits=4), **k),
     "Synaptic": lambda **k: snntorch.Synaptic(alpha=0.8, beta=0.9, **k),
     "Synaptic, learned alpha": lambda **k: snntorch.Synaptic(alpha=0.8, beta=0.9, learn_alpha=True, **k),
     "Alpha": lambda **k: snntorch.Alpha(alpha=0.9, beta=0.8, **k),
@@ -52,10 +50,10 @@ _HIDDEN_NEURONS: dict[str, Any] = {
 
 def _hidden_neuron(name: str, make: Any) -> None:
     @program(f"snnTorch: {name}, hidden")
-    def make_loop(T: int) -> For:
+    def make_loop(length: int) -> For:
         net = nn.Sequential(nn.Linear(4, 6), make(init_hidden=True), nn.Linear(6, 3), make_last(name))
         snntorch_utils.reset(net)
-        return For(net, (_spikes(T, 6 if "inhib" in name else 2, 4),), [net])
+        return For(net, (_spikes(length, 6 if "inhib" in name else 2, 4),), [net])
 
 
 def make_last(name: str) -> nn.Module:
@@ -87,25 +85,25 @@ class Tutorial5(nn.Module):
 
 
 @program("snnTorch: tutorial 5, init_leaky")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     net = Tutorial5()
-    return Scan(net, (net.lif1.init_leaky(), net.lif2.init_leaky()), _spikes(T, 2, 4), [net])
+    return Scan(net, (net.lif1.init_leaky(), net.lif2.init_leaky()), _spikes(length, 2, 4), [net])
 
 
 @program("snnTorch: tutorial 5, reset_mem")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     net = Tutorial5()
-    return Scan(net, (net.lif1.reset_mem(), net.lif2.reset_mem()), _spikes(T, 2, 4), [net])
+    return Scan(net, (net.lif1.reset_mem(), net.lif2.reset_mem()), _spikes(length, 2, 4), [net])
 
 
 @program("snnTorch: tutorial 5, zeros")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     net = Tutorial5()
-    return Scan(net, (torch.zeros(2, 8), torch.zeros(2, 3)), _spikes(T, 2, 4), [net])
+    return Scan(net, (torch.zeros(2, 8), torch.zeros(2, 3)), _spikes(length, 2, 4), [net])
 
 
 @program("snnTorch: convolutional net with pooling")
-def _(T: int) -> For:
+def _(length: int) -> For:
     grad = surrogate.fast_sigmoid(slope=25)
     net = nn.Sequential(
         nn.Conv2d(1, 3, 3),
@@ -116,23 +114,23 @@ def _(T: int) -> For:
         snntorch.Leaky(beta=0.5, spike_grad=grad, init_hidden=True, output=True),
     )
     snntorch_utils.reset(net)
-    return For(net, (torch.rand(T, 2, 1, 8, 8),), [net])
+    return For(net, (torch.rand(length, 2, 1, 8, 8),), [net])
 
 
 @program("snnTorch: static image, no inputs over time")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = nn.Sequential(nn.Linear(4, 6), snntorch.Leaky(beta=0.5, init_hidden=True, output=True))
     snntorch_utils.reset(net)
     image = torch.rand(2, 4)
-    return For(lambda: net(image), (), [net], length=T)
+    return For(lambda: net(image), (), [net], length=length)
 
 
 @program("snnTorch: image encoded as rates at every step")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = nn.Sequential(nn.Linear(4, 6), snntorch.Leaky(beta=0.5, init_hidden=True, output=True))
     snntorch_utils.reset(net)
     image = torch.rand(2, 4)
-    return For(lambda: net(torch.bernoulli(image)), (), [net], length=T)
+    return For(lambda: net(torch.bernoulli(image)), (), [net], length=length)
 
 
 class Recurrent(nn.Module):
@@ -147,58 +145,56 @@ class Recurrent(nn.Module):
 
 
 @program("snnTorch: RLeaky, init_rleaky")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     net = Recurrent()
-    return Scan(net, net.lif.init_rleaky(), _spikes(T, 2, 4), [net])
+    return Scan(net, net.lif.init_rleaky(), _spikes(length, 2, 4), [net])
 
 
 @program("snnTorch: RLeaky, hidden")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = nn.Sequential(nn.Linear(4, 6), snntorch.RLeaky(beta=0.9, linear_features=6, init_hidden=True))
     snntorch_utils.reset(net)
-    return For(net, (_spikes(T, 2, 4),), [net])
+    return For(net, (_spikes(length, 2, 4),), [net])
 
 
 @program("snnTorch: RSynaptic, hidden")
-def _(T: int) -> For:
-    net = nn.Sequential(
-        nn.Linear(4, 6), snntorch.RSynaptic(alpha=0.8, beta=0.9, linear_features=6, init_hidden=True)
-    )
+def _(length: int) -> For:
+    net = nn.Sequential(nn.Linear(4, 6), snntorch.RSynaptic(alpha=0.8, beta=0.9, linear_features=6, init_hidden=True))
     snntorch_utils.reset(net)
-    return For(net, (_spikes(T, 2, 4),), [net])
+    return For(net, (_spikes(length, 2, 4),), [net])
 
 
 @program("snnTorch: SLSTM")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     cell = snntorch.SLSTM(4, 6, learn_threshold=True)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         spk, syn, mem = cell(x, *state)
         return (syn, mem), spk
 
-    return Scan(step, cell.init_slstm(), _spikes(T, 2, 4), [cell])
+    return Scan(step, cell.init_slstm(), _spikes(length, 2, 4), [cell])
 
 
 @program("snnTorch: SLSTM, hidden")
-def _(T: int) -> For:
+def _(length: int) -> For:
     cell = snntorch.SLSTM(4, 6, init_hidden=True)
     snntorch_utils.reset(cell)
-    return For(cell, (_spikes(T, 2, 4),), [cell])
+    return For(cell, (_spikes(length, 2, 4),), [cell])
 
 
 @program("snnTorch: SConv2dLSTM")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     cell = snntorch.SConv2dLSTM(1, 2, 3, max_pool=2)
 
     def step(state: Any, x: torch.Tensor) -> Any:
         spk, syn, mem = cell(x, *state)
         return (syn, mem), spk
 
-    return Scan(step, cell.init_sconv2dlstm(), torch.rand(T, 2, 1, 8, 8), [cell])
+    return Scan(step, cell.init_sconv2dlstm(), torch.rand(length, 2, 1, 8, 8), [cell])
 
 
 @program("snnTorch: population coding and recorded spikes")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = nn.Sequential(nn.Linear(4, 10), snntorch.Leaky(beta=0.9, init_hidden=True, output=True))
     snntorch_utils.reset(net)
 
@@ -206,7 +202,7 @@ def _(T: int) -> For:
         spk, mem = net(x)
         return spk.view(2, 5, 2).sum(-1), mem
 
-    return For(step, (_spikes(T, 2, 4),), [net])
+    return For(step, (_spikes(length, 2, 4),), [net])
 
 
 # --- SpikingJelly
@@ -226,16 +222,15 @@ _JELLY_NEURONS: dict[str, Any] = {
     "EIFNode": lambda: jelly_neuron.EIFNode(),
     "IzhikevichNode": lambda: jelly_neuron.IzhikevichNode(),
     "KLIFNode": lambda: jelly_neuron.KLIFNode(tau=2.0),
-    "GatedLIFNode": lambda: jelly_neuron.GatedLIFNode(T=60),
 }
 
 
 def _jelly_neuron(name: str, make: Any) -> None:
     @program(f"SpikingJelly: {name}")
-    def make_loop(T: int) -> For:
+    def make_loop(length: int) -> For:
         net = nn.Sequential(jelly_layer.Linear(4, 6), make(), jelly_layer.Linear(6, 3), jelly_neuron.LIFNode(tau=2.0))
         jelly_functional.reset_net(net)
-        return For(net, (_spikes(T, 2, 4) * 2,), [net])
+        return For(net, (_spikes(length, 2, 4) * 2,), [net])
 
 
 for _name, _make in _JELLY_NEURONS.items():
@@ -243,17 +238,17 @@ for _name, _make in _JELLY_NEURONS.items():
 
 
 @program("SpikingJelly: image encoded by PoissonEncoder")
-def _(T: int) -> For:
+def _(length: int) -> For:
     from spikingjelly.activation_based import encoding
 
     net = nn.Sequential(jelly_layer.Linear(4, 6, bias=False), jelly_neuron.LIFNode(tau=2.0, v_threshold=0.3))
     jelly_functional.reset_net(net)
     encoder, image = encoding.PoissonEncoder(), torch.rand(2, 4)
-    return For(lambda: net(encoder(image)), (), [net], length=T)
+    return For(lambda: net(encoder(image)), (), [net], length=length)
 
 
 @program("SpikingJelly: convolutions with BatchNorm and dropout")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = nn.Sequential(
         jelly_layer.Conv2d(1, 3, 3, bias=False),
         jelly_layer.BatchNorm2d(3),
@@ -265,37 +260,37 @@ def _(T: int) -> For:
         jelly_neuron.IFNode(v_threshold=0.3),
     )
     jelly_functional.reset_net(net)
-    return For(net, (torch.rand(T, 2, 1, 8, 8),), [net])
+    return For(net, (torch.rand(length, 2, 1, 8, 8),), [net])
 
 
 @program("SpikingJelly: synapse with memory")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = nn.Sequential(jelly_layer.Linear(4, 6), jelly_layer.SynapseFilter(tau=10.0, learnable=True))
     jelly_functional.reset_net(net)
-    return For(net, (_spikes(T, 2, 4),), [net])
+    return For(net, (_spikes(length, 2, 4),), [net])
 
 
 @program("SpikingJelly: recurrent container")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = jelly_layer.ElementWiseRecurrentContainer(
         jelly_neuron.IFNode(v_reset=None, v_threshold=0.3), lambda x, y: x + y
     )
     net = nn.Sequential(nn.Linear(4, 6), net)
     jelly_functional.reset_net(net)
-    return For(net, (_spikes(T, 2, 4),), [net])
+    return For(net, (_spikes(length, 2, 4),), [net])
 
 
 @program("SpikingJelly: linear recurrent container")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = jelly_layer.LinearRecurrentContainer(
         jelly_neuron.LIFNode(tau=2.0, v_threshold=0.3), in_features=4, out_features=4
     )
     jelly_functional.reset_net(net)
-    return For(net, (_spikes(T, 2, 4),), [net])
+    return For(net, (_spikes(length, 2, 4),), [net])
 
 
 @program("SpikingJelly: spiking LSTM cell")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     from spikingjelly.activation_based import rnn
 
     cell = rnn.SpikingLSTMCell(4, 6, v_threshold=0.2) if _takes_threshold(rnn) else rnn.SpikingLSTMCell(4, 6)
@@ -304,7 +299,7 @@ def _(T: int) -> Scan:
         h, c = cell(x, state)
         return (h, c), h
 
-    return Scan(step, (torch.zeros(2, 6), torch.zeros(2, 6)), _spikes(T, 2, 4), [cell])
+    return Scan(step, (torch.zeros(2, 6), torch.zeros(2, 6)), _spikes(length, 2, 4), [cell])
 
 
 def _takes_threshold(rnn: Any) -> bool:
@@ -314,10 +309,10 @@ def _takes_threshold(rnn: Any) -> bool:
 
 
 @program("SpikingJelly: recorded potentials")
-def _(T: int) -> For:
+def _(length: int) -> For:
     net = nn.Sequential(jelly_layer.Linear(4, 6), jelly_neuron.IFNode(v_threshold=0.3))
     jelly_functional.reset_net(net)
-    return For(lambda x: (net(x), net[1].v), (_spikes(T, 2, 4),), [net])
+    return For(lambda x: (net(x), net[1].v), (_spikes(length, 2, 4),), [net])
 
 
 # --- norse
@@ -339,17 +334,17 @@ _NORSE_CELLS: dict[str, Any] = {
 
 def _norse_cell(name: str, make: Any) -> None:
     @program(f"norse: {name}, state None")
-    def make_loop(T: int) -> Scan:
+    def make_loop(length: int) -> Scan:
         fc, cell = nn.Linear(4, 6), make()
 
         def step(state: Any, x: torch.Tensor) -> Any:
             z, state = cell(10 * fc(x), state)
             return state, z
 
-        return Scan(step, None, _spikes(T, 2, 4), [fc, cell])
+        return Scan(step, None, _spikes(length, 2, 4), [fc, cell])
 
     @program(f"norse: {name}, initial_state")
-    def make_given(T: int) -> Scan:
+    def make_given(length: int) -> Scan:
         fc, cell = nn.Linear(4, 6), make()
 
         def step(state: Any, x: torch.Tensor) -> Any:
@@ -357,7 +352,7 @@ def _norse_cell(name: str, make: Any) -> None:
             return state, z
 
         given = getattr(cell, "initial_state", getattr(cell, "state_fallback", None))
-        return Scan(step, given(torch.zeros(2, 6)), _spikes(T, 2, 4), [fc, cell])
+        return Scan(step, given(torch.zeros(2, 6)), _spikes(length, 2, 4), [fc, cell])
 
 
 for _name, _make in _NORSE_CELLS.items():
@@ -369,18 +364,18 @@ def _sequential() -> Any:
 
 
 @program("norse: SequentialState, state None")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     net = _sequential()
 
     def step(state: Any, x: torch.Tensor) -> Any:
         y, state = net(x, state)
         return state, y
 
-    return Scan(step, None, _spikes(T, 2, 4) * 5, [net])
+    return Scan(step, None, _spikes(length, 2, 4) * 5, [net])
 
 
 @program("norse: SequentialState kept in a module")
-def _(T: int) -> For:
+def _(length: int) -> For:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -391,11 +386,11 @@ def _(T: int) -> For:
             return y
 
     net = Net()
-    return For(net, (_spikes(T, 2, 4) * 5,), [net])
+    return For(net, (_spikes(length, 2, 4) * 5,), [net])
 
 
 @program("norse: MNIST tutorial, two states in two variables")
-def _(T: int) -> Scan:
+def _(length: int) -> Scan:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -408,4 +403,4 @@ def _(T: int) -> Scan:
             return (s1, so), v
 
     net = Net()
-    return Scan(net, (None, None), _spikes(T, 2, 4) * 5, [net])
+    return Scan(net, (None, None), _spikes(length, 2, 4) * 5, [net])
