@@ -36,7 +36,6 @@ from lowtide.torch.memory import recording
 from lowtide.torch.memory.accelerators import seconds_now
 from lowtide.torch.memory.tracker import Memory, key_of, storage_bytes, storage_of, tensors_of, watching
 from lowtide.torch.state.capture import as_it_was_packed
-from lowtide.torch.state.generators import Mark
 
 # Gradients may need a few steps to reach every part of the state; where they need more, all steps are taped at first.
 _MOST_PROBED_STEPS = 16
@@ -226,7 +225,7 @@ def _room_to_keep(runner: StepRunner, meter: Meter) -> int:
 
     With room to spare, because a tape that is kept makes the next step look more costly.
     """
-    one = max(meter.memory.now, meter.taped) + _random_bytes(runner.random.mark(), runner.random.start)
+    one = max(meter.memory.now, meter.taped) + _random_bytes(runner, meter)
     return runner.length * meter.memory.now + 8 * one + 3 * storage_bytes(runner.captured.targets)
 
 
@@ -432,7 +431,7 @@ def _step_bytes(
     pairs = [(meter.keeps(old), meter.keeps(new), new) for old, new in _pairs(before, after)]
     saved = meter.saved(new, outputs)
     unpacked = meter.unpacked if like is None else like.unpacked
-    drawn = _random_bytes(runner.random.mark(), runner.random.start)
+    drawn = _random_bytes(runner, meter)
     # A running sum is added to out of place, while the output is there.
     adding = storage_bytes(outputs) if runner.outputs.in_step_order else 0
     return _StepBytes(
@@ -453,10 +452,12 @@ def _step_bytes(
     )
 
 
-def _random_bytes(mark: Mark, start: Mark) -> int:
-    """Bytes of the states in a mark that are not those of the start."""
-    before = {id(state) for state in start}
-    return sum(_bytes_in(state) for state in mark if id(state) not in before)
+def _random_bytes(runner: StepRunner, meter: Meter) -> int:
+    """Bytes of the present states that are not those of the start; they are kept in the host's memory."""
+    if not meter.memory.is_of_host:
+        return 0
+    before = {id(state) for state in runner.random.start}
+    return sum(_bytes_in(state) for state in runner.random.mark() if id(state) not in before)
 
 
 def _bytes_in(value: Any) -> int:
