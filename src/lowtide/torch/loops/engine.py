@@ -27,6 +27,8 @@ from lowtide.torch.state.capture import now, spare_hooks
 from lowtide.torch.state.samples import one_backward
 from lowtide.torch.state.surroundings import first_look
 
+_CHECKED_EVERY = 16  # steps of the first sweep, of which the state is looked at
+
 
 class Engine:
     """A loop's snapshots and tapes, from its first step to the end of its backward.
@@ -161,6 +163,11 @@ class Engine:
             case Backward(start, _):
                 self._pull(start)
 
+    def _check_state(self) -> None:
+        """Within a budget, make sure that states are as large as the plan takes them to be."""
+        if self._lookout is not None and self._pullback is None and not self.ahead:
+            self._lookout.check_state()
+
     def _run(self, run: Callable[[int, int], None], start: int, stop: int) -> None:
         """Run steps. That an iterator or a list has come to its end by the time of a rerun is said to be that."""
         try:
@@ -168,8 +175,11 @@ class Engine:
                 with self.runner.repeating():
                     run(start, middle)
                 start = middle
-            if start < stop:
-                run(start, stop)
+            while start < stop:
+                middle = stop if self._lookout is None or self._pullback is not None else start + _CHECKED_EVERY
+                run(start, min(middle, stop))
+                self._check_state()
+                start = middle
         except (StopIteration, LookupError) as error:
             if self._pullback is None:
                 raise
@@ -204,6 +214,7 @@ class Engine:
         if self.ahead:
             return self.ahead[0][0]
         self._disconnect()
+        self._check_state()
         return self.runner.snapshot()
 
     def _disconnect(self) -> None:
