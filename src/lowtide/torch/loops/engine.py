@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -132,13 +133,8 @@ class Engine:
                 self._pull(start)
 
     def _run(self, run: Callable[[int, int], None], start: int, stop: int) -> None:
-        """Run steps. That an iterator or a list has come to its end by the time of a rerun is said to be that."""
-        try:
+        with nullcontext() if self._pullback is None else self.runner.proof.telling(start, stop):
             run(start, stop)
-        except (StopIteration, LookupError) as error:
-            if self._pullback is None:
-                raise
-            raise self.runner.proof.raises(start, stop, error) from error
 
     def _advance(self, start: int, stop: int) -> None:
         recording.count(plain=stop - start)
@@ -196,7 +192,7 @@ class Engine:
         recording.count(probe=end, taping=stop - start)
         self.ahead.clear()
         self.runner.restart()
-        with self.runner.repeating():
+        with self.runner.repeating(), self.runner.proof.telling(0, stop):
             if start:
                 self.runner.run_untaped(0, start)
             if self.runner.proof.compares_graphs:

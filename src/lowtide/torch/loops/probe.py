@@ -164,7 +164,7 @@ def _rehearse(
     last = len(ahead) - 1
     runner.find_moving()
     piece: Piece | None = None
-    with _seeing(meter), runner.repeating():
+    with _seeing(meter), runner.repeating(), runner.proof.telling(0, len(ahead)):
         runner.restart()
         before = runner.state()
         for k, (snapshot, _) in enumerate(ahead):

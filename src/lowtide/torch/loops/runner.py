@@ -270,7 +270,11 @@ class StepRunner:
         outputs = self.outputs.leaves(k - 1, y)
         self.shared.note(k, self.state(), outputs)
         if self._first_runs and self._has_graph(k - 1, carry):  # the step turns grad on by itself
-            self.tape_always()
+            self.follow_flow()
+            # Which of the others would have one with grad is not seen, so all of them may.
+            state, count = self.state(), len(self.leaves)
+            may_flow = [True] * count + self._hidden_flags()
+            self._flags_now = [may and is_differentiable(leaf) for may, leaf in zip(may_flow, state, strict=True)]
             self.detach_state()
         return outputs if k == stop else self._run_dropping_tapes(k, stop)
 
