@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -169,8 +170,8 @@ class Engine:
             self._lookout.check_state()
 
     def _run(self, run: Callable[[int, int], None], start: int, stop: int) -> None:
-        """Run steps. That an iterator or a list has come to its end by the time of a rerun is said to be that."""
-        try:
+        """Run steps; of those that run again it is said so where they fail."""
+        with nullcontext() if self._pullback is None else self.runner.proof.telling(start, stop):
             if start < (middle := min(stop, self.runner.already)):
                 with self.runner.repeating():
                     run(start, middle)
@@ -180,10 +181,6 @@ class Engine:
                 run(start, min(middle, stop))
                 self._check_state()
                 start = middle
-        except (StopIteration, LookupError) as error:
-            if self._pullback is None:
-                raise
-            raise self.runner.proof.raises(start, stop, error) from error
 
     def _advance(self, start: int, stop: int) -> None:
         recording.count(plain=stop - start)
@@ -268,7 +265,7 @@ class Engine:
         recording.count(probe=end, taping=stop - start)
         self.ahead.clear()
         self.runner.restart()
-        with self.runner.repeating():
+        with self.runner.repeating(), self.runner.proof.telling(0, stop):
             if start:
                 self.runner.run_untaped(0, start)
             if self.runner.proof.compares_graphs:

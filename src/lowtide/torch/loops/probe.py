@@ -36,6 +36,7 @@ from lowtide.torch.memory import recording
 from lowtide.torch.memory.accelerators import seconds_now
 from lowtide.torch.memory.tracker import Memory, key_of, storage_bytes, storage_of, tensors_of, watching
 from lowtide.torch.state.capture import as_it_was_packed
+from lowtide.torch.state.generators import mark_bytes
 
 # Gradients may need a few steps to reach every part of the state; where they need more, all steps are taped at first.
 _MOST_PROBED_STEPS = 16
@@ -198,7 +199,7 @@ def _rehearse(
     runner.find_moving()
     piece: Piece | None = None
     seen = []
-    with _seeing(meter), runner.repeating():
+    with _seeing(meter), runner.repeating(), runner.proof.telling(0, len(ahead)):
         runner.restart()
         before = runner.state()
         for k, (snapshot, _) in enumerate(ahead):
@@ -451,20 +452,7 @@ def _random_bytes(runner: StepRunner, meter: Meter) -> int:
     """Bytes of the present states that are not those of the start; they are kept in the host's memory."""
     if not meter.memory.is_of_host:
         return 0
-    before = {id(state) for state in runner.random.start}
-    return sum(_bytes_in(state) for state in runner.random.mark() if id(state) not in before)
-
-
-def _bytes_in(value: Any) -> int:
-    """The bytes of a generator's state: of torch's a string, of Python's and numpy's tuples, dicts, arrays, numbers."""
-    match value:
-        case bytes():
-            return len(value)
-        case tuple() | list():
-            return 8 * len(value) + sum(map(_bytes_in, value))
-        case dict():
-            return sum(map(_bytes_in, value.values()))
-    return int(getattr(value, "nbytes", 32))
+    return mark_bytes(runner.random.mark(), runner.random.start)
 
 
 def _own_inputs(runner: StepRunner, piece: Piece | None) -> list[torch.Tensor]:

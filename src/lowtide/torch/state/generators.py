@@ -393,3 +393,21 @@ class Randomness:
             self.restore(mark)
             for source, state in _since_in_use(self._known):
                 source.write(state)
+
+
+def mark_bytes(mark: Mark, start: Mark) -> int:
+    """Bytes of the states in a mark that are not those of the start."""
+    before = {id(state) for state in start}
+    return sum(_bytes_in(state) for state in mark if id(state) not in before)
+
+
+def _bytes_in(value: Any) -> int:
+    """The bytes of a generator's state: of torch's a string, of Python's and numpy's tuples, dicts, arrays, numbers."""
+    match value:
+        case bytes():
+            return len(value)
+        case tuple() | list():
+            return 8 * len(value) + sum(map(_bytes_in, value))
+        case dict():
+            return sum(map(_bytes_in, value.values()))
+    return int(getattr(value, "nbytes", 32))
