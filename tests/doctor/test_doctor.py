@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -16,9 +17,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide.jax
 import lowtide.torch as lt
-from lowtide import doctor
+from lowtide import doctor, packages
 from lowtide.cli import main
-from lowtide.doctor import examine, jax_checks, planner_checks, programs, torch_checks
+from lowtide.doctor import environment, examine, jax_checks, planner_checks, programs, torch_checks
 from lowtide.doctor.findings import Fact, Finding, Report, from_line, to_line
 from lowtide.errors import InputError, MissingPackageError
 from lowtide.planners import choose as planning
@@ -133,6 +134,7 @@ def test_reruns_that_repeat_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -
         assert finding.holds is False, finding
 
 
+@pytest.mark.long
 def test_a_plan_that_is_not_followed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lt, "apply", lambda *_: None)
     outcome = torch_checks.model_peak(programs.QUICK, CPU)
@@ -173,7 +175,6 @@ def test_an_exception_does_not_hold_and_a_missing_package_is_left_out() -> None:
     assert found == Finding("d", "c", None, "left out: lean needs scipy")
 
 
-@pytest.mark.long
 def test_a_process_that_crashes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "false")
     assert list(examine.apart("torch", (), quick=True)) == [
@@ -279,3 +280,39 @@ def test_copies_to_the_host_are_counted() -> None:
         x.sum().item()
         x.to("meta")
     assert copies.count == 2
+
+
+def test_where_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of torch about one, without one."""
+    meta, asked_for = torch.device("meta"), []
+    monkeypatch.setattr(torch.accelerator, "synchronize", asked_for.append)
+    torch_checks.synchronize(meta)
+    assert asked_for == [meta]
+    monkeypatch.setattr(torch_checks, "_copies", lambda _, steps, __: [steps, steps])
+    assert torch_checks.host_copies(programs.QUICK, meta) == (True, "1 for each step, 1 in the plain loop")
+    monkeypatch.setattr(torch_checks, "_copies", lambda _, steps, __: [0, steps])
+    assert torch_checks.host_copies(programs.QUICK, meta).holds is False
+    allocator = OfTensors()
+    allocator.close()
+    monkeypatch.setattr(torch, "accelerator", allocator)
+    assert torch_checks.allocator_of(CPU) is allocator
+
+
+def test_what_is_no_number_of_the_other_is_different() -> None:
+    one = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2), "d": torch.tensor(0.0)}
+    other = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.int32), "d": torch.tensor(-0.0), "e": torch.ones(1)}
+    assert programs.differences(one, other) == ["a", "b", "c", "d", "e"]
+
+
+def test_what_is_missing_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name in ("scipy", "matplotlib"):
+            raise metadata.PackageNotFoundError(name)
+        return "2.99.1" if name == "torch" else packages.TESTED.get(name, "1") + ".0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = {fact.name: fact.text for fact in environment.facts()}
+    assert found["scipy"] == "not installed: `pip install scipy`"
+    assert found["matplotlib"] == 'not installed: `pip install "lowtide[report]"`'
+    assert found["torch"] == "2.99.1 (tested: 2.13)"
+    assert found["jax"] == "0.10.0"

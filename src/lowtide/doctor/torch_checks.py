@@ -39,9 +39,8 @@ def facts() -> Iterator[Fact]:
     """The build and the devices."""
     yield Fact("torch build", f"{torch.__version__}, {torch.get_num_threads()} threads")
     for name, device in devices().items():
-        called = getattr(torch.get_device_module(device), "get_device_name", None)
-        if called is not None:
-            yield Fact(f"torch:{name}", str(called(device)))
+        called = getattr(torch.get_device_module(device), "get_device_name", str)
+        yield Fact(f"torch:{name}", called(device))
 
 
 def checks(device: torch.device, *, quick: bool) -> dict[str, Callable[[], Outcome]]:
