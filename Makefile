@@ -8,12 +8,16 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # One framework thread for each test worker: two workers on two cores, and counts that do not depend on the machine. Each
 # begins with its half of the tests, so that those which share a browser or a run of the demo mostly share a worker.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
+# These register a device with torch, which has to be done before a process runs its first backward.
+DEVICE := tests/device
+COVER := --cov=lowtide --cov-report=
+COVERED := --cov-report=term --cov-fail-under=100
 
 # The tests of the report page drive a browser. Where none can be had they are skipped, and say so.
 BROWSERS := chromium chromium-browser google-chrome
 APT_GET := $(if $(filter 0,$(shell id -u)),,sudo -n )env DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help demo check test test-all lint types browser docs format bench compat clean
+.PHONY: help demo check test test-all mutants lint types browser docs format bench compat clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,13 +26,19 @@ demo: $(INSTALLED)  ## Show what Lowtide does; writes demo-output/
 	$(BIN)/lowtide demo
 
 check: lint types  ## Lint, types and the tests that find most, within three minutes
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long" --ignore=$(DEVICE)
+	$(PYTEST) -m "not slow and not long" $(DEVICE)
 
 test: lint types browser  ## Lint, types and the tests, within minutes
-	$(PYTEST) -m "not slow" --cov=lowtide --cov-report=term --cov-fail-under=100
+	$(PYTEST) -m "not slow" --ignore=$(DEVICE) $(COVER)
+	$(PYTEST) -m "not slow" $(DEVICE) $(COVER) --cov-append $(COVERED)
 
 test-all: lint types browser  ## The same with the whole sweeps and soaks
-	$(PYTEST) --cov=lowtide --cov-report=term --cov-fail-under=100
+	$(PYTEST) --ignore=$(DEVICE) $(COVER)
+	$(PYTEST) $(DEVICE) $(COVER) --cov-append $(COVERED)
+
+mutants: $(INSTALLED)  ## Run the tests of deliberately wrong variants of the library; fails if one is not caught
+	$(BIN)/python -m tests.mutants
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

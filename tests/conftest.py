@@ -13,15 +13,26 @@ from hypothesis import settings
 settings.register_profile("lowtide", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("lowtide")
 
+UNTRACED = ("long", "slow", "untraced")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        action="append",
+        help="a device for the tests in tests/device, such as cuda; by default cpu and tide, a device made for them",
+    )
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """Lines are counted in the tests that are neither long nor slow: these reach all of them, and tracing takes time.
+    """Lines are counted in the tests that are not marked so: these reach all of them, and tracing doubles the time.
 
-    pytest-cov's own mark for this does nothing in a worker: two tracers are at work there, and it stops one.
+    Fixtures are traced in any case. pytest-cov's own mark for this does nothing in a worker: two tracers are at work
+    there, and it stops one.
     """
     traced = sys.gettrace(), threading.gettrace()
-    if any(item.get_closest_marker(name) for name in ("long", "slow")):
+    if any(item.get_closest_marker(name) for name in UNTRACED):
         sys.settrace(None)
         threading.settrace(None)
     try:

@@ -69,6 +69,8 @@ class StepCost:
         working: bytes beyond snapshots, tapes and that cotangent while the step runs; its `backward` applies to the
             whole tape, and to options without a `backward` of their own.
         options: smaller tapes for the same step.
+        drawn: the part of `state` that no tape holds, because a step that is taped needs it no more: states of random
+            generators.
     """
 
     state: int
@@ -78,14 +80,16 @@ class StepCost:
     cotangent: int = 0
     working: Working = Working()
     options: tuple[TapeOption, ...] = ()
+    drawn: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", tuple(self.options))
         keep_whole(self, "state", least=1)
+        keep_whole(self, "drawn", least=0)
         keep_whole(self, "tape", least=1)
         keep_whole(self, "cotangent", least=0)
         for bytes_, what in [(self.tape, "tape")] + [(o.tape, "option.tape") for o in self.options]:
-            if bytes_ < self.state:
+            if bytes_ < self.state - self.drawn:
                 raise InputError(
                     f"{what}={bytes_:,} B is smaller than state={self.state:,} B: a tape holds its step's input; "
                     f"count the input in, which makes it at least {self.state:,} B"

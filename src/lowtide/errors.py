@@ -29,17 +29,23 @@ class BudgetError(InputError):
         budget: the bytes that were asked for.
         least: the smallest number of bytes for which a plan exists.
         word: the argument that set them: "budget", or "peak" for a whole training step.
+        quick: where the least means many more, a number of bytes with which a step runs at most four times on average;
+            None if it does not, or if none is known.
     """
 
-    def __init__(self, budget: int, least: int, remedy: str, word: str = "budget") -> None:
-        super().__init__(budget, least, remedy, word)
+    def __init__(self, budget: int, least: int, remedy: str, word: str = "budget", quick: int | None = None) -> None:
+        super().__init__(budget, least, remedy, word, quick)
         self.word = word
         self.budget = budget
         self.least = least
         self.remedy = remedy
+        self.quick = quick
 
     def __str__(self) -> str:
-        return f"no plan fits {self.word}={self.budget:,} B: the least that works is {self.least:,} B; {self.remedy}"
+        told = f"no plan fits {self.word}={self.budget:,} B: the least that works is {self.least:,} B; {self.remedy}"
+        if self.quick is not None:
+            told += f"; with {self.quick:,} B a step runs at most 4 times on average, with the least more often"
+        return told
 
 
 class FunctionError(InputError, TypeError):

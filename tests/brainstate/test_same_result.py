@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from examples.brainstate_tutorial import NUM_SAMPLE, make_task, make_train_step
 
 pytestmark = pytest.mark.usefixtures("x64")
-EPOCHS = 120
+FEW, MANY = 40, 120  # epochs
 STEPS = 400
 
 
@@ -21,9 +22,9 @@ def losses(epochs: int, **knobs: Any) -> Any:
     return np.array([float(step()) for _ in range(epochs)])
 
 
-@pytest.fixture(scope="module")
-def plain() -> dict[str, Any]:
-    return {}
+@cache
+def plain_losses(epochs: int) -> Any:
+    return losses(epochs)
 
 
 @pytest.mark.long
@@ -36,20 +37,19 @@ def plain() -> dict[str, Any]:
     ],
     ids=["base=16", "no knob", "budget=256KiB"],
 )
+@pytest.mark.parametrize("epochs", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_all_losses_of_the_tutorial(
-    knobs: dict[str, Any], plain: dict[str, Any], record_property: Callable[[str, object], None]
+    knobs: dict[str, Any], epochs: int, record_property: Callable[[str, object], None]
 ) -> None:
-    if not plain:
-        plain["losses"] = losses(EPOCHS)
-    expected = plain["losses"]
+    expected = plain_losses(epochs)
     assert expected[0] == pytest.approx(np.log(2), abs=1e-12)  # the network begins silent
     assert expected[-1] < 0.68
-    found = losses(EPOCHS, **knobs)
+    found = losses(epochs, **knobs)
     worst = float(np.abs(found - expected).max())
     name = ", ".join(f"{knob}={value}" for knob, value in knobs.items() if value is not None) or "no knob"
     record_property(
         "figure",
-        f"brainstate's tutorial in float64, {name}: {EPOCHS} losses from {found[0]:.4f} to {found[-1]:.4f}, "
+        f"brainstate's tutorial in float64, {name}: {epochs} losses from {found[0]:.4f} to {found[-1]:.4f}, "
         f"at most {worst:.1e} from the plain loop's",
     )
     assert worst <= 1e-9

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lowtide import InputError
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
 from lowtide.chain import Chain, Disk, StepCost, TapeOption
-from lowtide.nest import Part, nest_of, nest_of_plan
+from lowtide.nest import Part, copied_by, kept_by, nest_of, nest_of_plan
 from lowtide.plan import Knob, Plan, Schedule
 from lowtide.planners.choose import choose, least_budget
 from lowtide.planners.sweep import Base, Sweep
@@ -92,3 +92,15 @@ def test_a_plan_that_drops_early_what_it_makes_again_is_refused() -> None:
 def test_a_plan_with_a_disk_is_refused() -> None:
     with pytest.raises(InputError, match="cannot be done by running a part again from its start"):
         nest_of_plan(choose(Chain.equal(STEP, 9), 12, disk=Disk(0.0, 0.0)))
+
+
+def test_what_calls_keep_and_copy_at_once() -> None:
+    """Calls side by side keep their bytes together, those inside them one at a time, and a rerun its own twice."""
+    inner = Part(1, 3, (Part(1, 3),))
+    outer, last = Part(0, 3, (Part(0, 1), inner)), Part(3, 5, (Part(3, 5),))
+    kept = (1, 20, 20, 300, 4000)
+    assert kept_by((inner,), kept) == 2 * 40
+    assert kept_by((outer,), kept) == 2 * 41 + 2 * 40
+    assert kept_by((outer, last), kept) == 41 + 4300 + 4300
+    assert kept_by((outer, Part(3, 5)), kept) == 2 * 41 + 2 * 40
+    assert copied_by((outer, last), kept) == [1, 21, 21, 300, 300]

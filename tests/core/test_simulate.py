@@ -49,6 +49,11 @@ def test_working_sets_and_cotangents_count_where_they_are() -> None:
     assert simulate_actions(heavier, TWO_STEPS_RERUN).peak_memory == 100 + 20 + 17
 
 
+def test_the_cotangent_is_that_of_the_state_that_the_backward_has_reached() -> None:
+    chain = Chain.of([StepCost(1, 50, cotangent=1000), StepCost(1, 2, cotangent=7)])
+    assert simulate_actions(chain, TWO_STEPS_RERUN).peak_memory == 50 + 7
+
+
 def test_unequal_steps_and_menus() -> None:
     chain = Chain.of(
         [

@@ -28,9 +28,13 @@ def bound(plan: Plan) -> int:
     return plan.bound.runs
 
 
-def recurrence(length: int, memory: int, state: int, tape: int) -> list[int]:
-    """P_0(0..length) of the design's recurrence, as it stands: no levels left out, no bounds, no shortcuts."""
-    rooms = list(itertools.takewhile(lambda room: room >= 1, ((memory - i * state) // tape for i in range(length))))
+def recurrence(length: int, memory: int, state: int, tape: int, slots: int | None = None) -> list[int]:
+    """P_0(0..length) of the design's recurrence, as it stands: no levels left out, no bounds, no shortcuts.
+
+    With `slots`, at most so many snapshots are held.
+    """
+    levels = length if slots is None else slots + 1
+    rooms = list(itertools.takewhile(lambda room: room >= 1, ((memory - i * state) // tape for i in range(levels))))
     infinite = 10**12
     above = np.full(length + 1, infinite)
     for room in reversed(rooms):
@@ -186,6 +190,31 @@ def test_room_to_run_limits_the_snapshots_and_not_the_tape() -> None:
     assert tight.bound is not None
     assert tight.bound.scope == "with 11 B of snapshots and tape and 5 snapshots"
     assert choose(Chain.equal(StepCost(10, 100, working=Working(advance=1000)), 1), 100).bill.peak_memory == 100
+
+
+def test_room_to_run_has_to_hold_a_cotangent_too() -> None:
+    step = StepCost(1, 2, 1.0, 0.0, cotangent=4, working=Working(advance=6))
+    plan = choose(Chain.equal(step, 60), 15)
+    assert plan.schedule == Uniform(11, slots=5)
+    assert plan.bill.peak_memory <= 15
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+@pytest.mark.parametrize("memory", [22, 30, 47, 70])
+def test_snapshots_may_be_fewer_than_there_is_room_for(memory: int, slots: int) -> None:
+    length, state, tape = 61, 3, 7
+    plan = Plan.make(Chain.equal(StepCost(state, tape), length), Knob("none"), Uniform(memory, slots=slots))
+    assert plan.bill.plain_runs == recurrence(length, memory, state, tape, slots)[length]
+    assert plan.bill.peak_snapshots <= slots
+    assert simulate(plan) == plan.bill
+
+
+@pytest.mark.parametrize(("length", "memory"), [(7, 3), (16, 4), (17, 5)])
+def test_on_the_way_to_the_last_step_there_is_no_cotangent(length: int, memory: int) -> None:
+    """The most snapshots are held before the first backward, where a cotangent would make the bill too high."""
+    chain = Chain.equal(StepCost(1, 1, cotangent=9, working=Working(advance=9)), length)
+    plan = Plan.make(chain, Knob("none"), Uniform(memory))
+    assert simulate(plan) == plan.bill
 
 
 @settings(max_examples=40)

@@ -25,6 +25,14 @@ def test_base_costs_what_it_promises(length: int, base: int, adv: int, tap: int,
     assert bill.peak_memory <= min(base, length) * 11 + -(-length // base) * 3 + working
 
 
+@pytest.mark.parametrize("base", [1, 2, 7, 19])
+def test_the_worst_moment_may_be_a_run_without_tape(base: int) -> None:
+    chain = Chain.equal(StepCost(3, 11, cotangent=5, working=Working(advance=1000)), 20)
+    bill = Base(base).bill(chain)
+    assert bill == simulate_actions(chain, Base(base).actions(chain))
+    assert bill.peak_memory == (-(-20 // base) - 1) * 3 + 1000
+
+
 @pytest.mark.long
 @given(chains(most=12), st.integers(1, 13))
 def test_base_over_unequal_steps(chain: Chain, base: int) -> None:
@@ -73,6 +81,11 @@ def test_a_sweep_takes_smaller_tapes_only_where_they_lower_the_peak() -> None:
     assert least_sweep(Chain.of([step(100, 90), step(101, 91)])) == Sweep((1, 1))
     # The first step may keep its tape beside the lean one of the second, which is larger.
     assert least_sweep(Chain.of([step(30, 5), step(400, 60)])) == Sweep((1, 1), (0, 1))
+
+
+def test_of_sweeps_with_the_least_peak_the_one_with_the_longest_last_stretch_is_taken() -> None:
+    # Of the last two steps either one could be the last stretch, too; but the last stretch is run only once.
+    assert least_sweep(Chain.of([StepCost(10, 100), StepCost(10, 20), StepCost(10, 20)])) == Sweep((1, 2))
 
 
 @pytest.mark.parametrize("stretches", [(), (2, 2), (3, 0), (4,)])

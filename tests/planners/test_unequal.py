@@ -45,6 +45,14 @@ def test_no_persistent_schedule_is_faster_on_five_steps(chain: Chain, budget: in
     assert planned_seconds(chain, budget) == cheapest(in_words_of_search(chain), budget, persistent=True)
 
 
+@pytest.mark.parametrize("wide", range(4))
+def test_any_step_of_a_run_may_be_the_one_that_needs_most(wide: int) -> None:
+    steps = [StepCost(1, 6 + k, float(1 + k), 0.0, working=Working(advance=20 * (k == wide))) for k in range(4)]
+    chain = Chain.of(steps)
+    for budget in range(5, 32):
+        assert planned_seconds(chain, budget) == cheapest(in_words_of_search(chain), budget, persistent=True)
+
+
 @pytest.mark.long
 @settings(max_examples=150)
 @given(chains(most=4), st.integers(0, 30))

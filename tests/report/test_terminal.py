@@ -56,6 +56,7 @@ def story(request: pytest.FixtureRequest) -> Story:
     return tell(PLANS[request.param], points=6, measured=[Mark(HOSTILE, 70_000, 1.2, "by hand")])
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("width", [40, 80, 120])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
 def test_no_line_is_wider_than_the_page(story: Story, width: int, encoding: str) -> None:

@@ -85,25 +85,28 @@ def _failing(y: torch.Tensor, x: torch.Tensor) -> None:
 
 
 Backward = Callable[[torch.Tensor, torch.Tensor], None]
+Counts = tuple[int, int]
 _ALL = (_whole, _two_losses, _kept_for_nothing, _some_inputs, _penalty, _none, _failing)
-CASES: list[Any] = [*((backward, 1) for backward in _ALL), (_whole, 4)]  # and threads
-CASES.append(pytest.param(_failing, 4, marks=pytest.mark.slow))
+# A backward, threads, and after how many steps to look.
+CASES: list[Any] = [*((backward, 1, (10, 60)) for backward in _ALL), (_whole, 4, (10, 40))]
+CASES += [pytest.param(backward, 1, (20, 200), marks=pytest.mark.slow) for backward in _ALL]
+CASES += [pytest.param(backward, 4, (20, 200), marks=pytest.mark.slow) for backward in (_whole, _failing)]
 
 
-def alive(run: Function, backward: Backward) -> tuple[int, int]:
-    """The bytes alive after 20 steps and after 200, without the garbage collector."""
+def alive(run: Function, backward: Backward, counts: Counts) -> tuple[int, int]:
+    """The bytes alive after few steps and after many, without the garbage collector."""
     levels = []
     with peak() as memory:
-        for number in range(200):
+        for number in range(1, counts[1] + 1):
             x = drawn_leaf(4, WIDTH, seed=number % 3)
             backward(run(x), x)
             del x
-            if number in (19, 199):
+            if number in counts:
                 levels.append(memory.now)
     return levels[0], levels[1]
 
 
-def check(make: Callable[[], Function], backward: Backward, threads: int) -> None:
+def check(make: Callable[[], Function], backward: Backward, threads: int, counts: Counts) -> None:
     """Fail if steps leave more and more behind, each thread with a model of its own."""
     runs = [make() for _ in range(threads)]
     found: list[tuple[int, int]] = []
@@ -112,7 +115,7 @@ def check(make: Callable[[], Function], backward: Backward, threads: int) -> Non
     gc.collect()
     gc.disable()
     try:
-        workers = [threading.Thread(target=lambda run=run: found.append(alive(run, backward))) for run in runs]
+        workers = [threading.Thread(target=lambda run=run: found.append(alive(run, backward, counts))) for run in runs]
         for worker in workers:
             worker.start()
         for worker in workers:

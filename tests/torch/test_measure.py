@@ -218,14 +218,23 @@ def test_watching_goes_on_with_the_same_memory() -> None:
     assert memory.now == 0
 
 
-def test_other_devices_count_for_themselves() -> None:
+def test_each_device_counts_for_itself_and_accelerators_are_what_counts_if_there_are_any() -> None:
     memory = measure.Memory()
+    here = block(1)
+    memory.see(here)
+    assert (memory.now, memory.peak) == (KB, KB)
     with FakeTensorMode():
-        there = torch.empty(100, device="cuda")
+        there, elsewhere = torch.empty(100, device="cuda:0"), torch.empty(50, device="cuda:1")
     memory.see(there)
-    assert (memory.now, memory.alive()) == (0, set())
-    memory.see(torch.empty(100, device="meta"))
-    assert memory.peak == 400
+    assert (memory.now, memory.peak, memory.alive()) == (400, 400, {there.untyped_storage()._cdata})
+    memory.see(elsewhere)
+    memory.see(torch.empty(300, device="meta"))
+    assert not memory.knows(here)
+    memory.leave_out(there)
+    assert (memory.now, memory.peak, memory.beyond(living=True)) == (600, 600, 200)
+    del there, elsewhere
+    assert (memory.now, memory.peak) == (0, 600)
+    assert memory.peaks == {"cpu": KB, "cuda:0": 400, "cuda:1": 200, "meta": 1200}
 
 
 def test_operations_without_tensors_as_results_pass_through() -> None:

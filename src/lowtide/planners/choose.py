@@ -7,6 +7,7 @@ here, with an error that names the least budget that works (`least_budget`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
 from lowtide.chain import Chain, Disk, Ways
@@ -19,10 +20,12 @@ from lowtide.planners.revolve import (
     MORE_ROOM,
     Revolve,
     least_with_slots,
+    plain_runs,
     rooms_least,
     rooms_of_one_sweep,
     rooms_within,
     slots_within,
+    uneven_with_slots,
 )
 from lowtide.planners.sweep import Base, least_sweep
 from lowtide.planners.tiers import two_tiers
@@ -114,21 +117,72 @@ def least_budget(chain: Chain, disk: Disk | None = None, *, rooms: bool = False)
     return min(least, unequal.least(chain)) if _is_short_and_uneven(chain) else least
 
 
+QUICK = 4  # forward runs per step, on average; more are seldom worth it
+_MOST_QUICK_STEPS = 10**7  # the length of a loop that may have no end is larger
+_MOST_TRIED_STEPS = 256  # for which plans are cheap enough to be made one after the other
+
+
+def refused(chain: Chain, budget: int, least: int) -> BudgetError:
+    """The error for a budget below the least that works, which may mean thousands of runs: it names a quick one too."""
+    return BudgetError(budget, least, MORE_ROOM, quick=_quick_budget(chain, least))
+
+
+def _quick_budget(chain: Chain, least: int) -> int | None:
+    """About the smallest budget with which steps run at most `QUICK` times; None if `least` is one or none is known."""
+    length = len(chain)
+    if length > _MOST_QUICK_STEPS or not (chain.is_equal or unequal.is_exact(chain)):
+        return None
+    high = max(least, _roomy(chain))
+    if _is_quick(chain, least) or not _is_quick(chain, high):
+        return None
+    low = least
+    while length <= _MOST_TRIED_STEPS and high - low > max(1, high // 256):
+        middle = (low + high) // 2
+        low, high = (low, middle) if _is_quick(chain, middle) else (middle, high)
+    return high
+
+
+def _is_quick(chain: Chain, budget: int) -> bool:
+    return budget >= least_budget(chain) and _within(chain, budget, None).runs_per_step <= QUICK
+
+
+def _roomy(chain: Chain) -> int:
+    """A budget with which steps run at most `QUICK` times."""
+    if not chain.is_equal:
+        return chain.plain_tape + max(step.working_set for step in chain.steps)
+    step, length = chain[0] if chain.ways is None else chain.ways.single, len(chain)
+    slots = 1 + bisect_left(
+        range(1, length), True, key=lambda count: plain_runs(length, count) < QUICK * length - length
+    )
+    with_slots = least_with_slots(step) + (slots - 1) * step.state
+    beside = max(chain[0].working_set_in(0), step.working_set_in(0))
+    return min(with_slots, one_sweep_memory(step.state, step.tape, length) + step.state + beside)
+
+
 def _within(chain: Chain, budget: int, disk: Disk | None) -> Plan:
     least = least_budget(chain, disk)
     if budget < least:
-        raise BudgetError(budget, least, MORE_ROOM)
+        raise refused(chain, budget, least)
     knob = Knob("budget", budget)
     if chain.ways is not None and disk is None:
         return _either_way(chain, chain.ways, knob, budget)
     if not chain.is_equal:
-        return Plan.make(chain, knob, unequal.fastest(chain, budget))
+        return _fastest_unequal(chain, knob, budget)
     if disk is not None:
         return Plan.make(chain, knob, two_tiers(chain, budget - chain[0].working_set_in(0), disk))
     plans = [Plan.make(chain, knob, schedule) for schedule in uniform_within(chain, budget)]
     if _is_short_and_uneven(chain):
         plans.append(Plan.make(chain, knob, unequal.fastest(chain, budget)))
     return min(plans, key=lambda plan: plan.bill.seconds)
+
+
+def _fastest_unequal(chain: Chain, knob: Knob, budget: int) -> Plan:
+    """The fastest plan found for unequal steps; where they are too many for a table, slots may serve better."""
+    plan = Plan.make(chain, knob, unequal.fastest(chain, budget))
+    if len(chain) <= unequal.MOST_TABLE_STEPS:
+        return plan
+    other = Plan.make(chain, knob, uneven_with_slots(chain, budget))
+    return min((plan, other), key=lambda plan: (plan.bill.peak_memory > budget, plan.bill.seconds))
 
 
 def _either_way(chain: Chain, ways: Ways, knob: Knob, budget: int) -> Plan:

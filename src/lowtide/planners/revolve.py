@@ -23,12 +23,14 @@ from functools import lru_cache
 from math import comb, isqrt
 from typing import ClassVar
 
+import numpy as np
+
 from lowtide.actions import Action, Tier
 from lowtide.chain import Chain, StepCost
 from lowtide.checks import MOST_STEPS, MOST_TOTAL, keep_whole
 from lowtide.errors import BudgetError
 from lowtide.plan import Bill, Bound, ChainSchedule, registered
-from lowtide.planners import splits
+from lowtide.planners import splits, unequal
 from lowtide.planners.sweep import Base
 from lowtide.simulate import simulate_actions
 
@@ -207,3 +209,34 @@ def rooms_of_one_sweep(chain: Chain) -> Revolve | Base:
     best = min(tried, key=bytes_with, default=length)
     count = -(-length // best)
     return Revolve(count - 1, best) if count > 1 else Base(length)
+
+
+# --- unequal steps, too many for a table
+
+
+def uneven_with_slots(chain: Chain, budget: int) -> unequal.Hetero:
+    """A schedule for chains that are too long for a table: each stretch is split as one of equal steps would be.
+
+    Of those, the number of slots is what there is room for if each of its steps were as large as the largest. The
+    budget is at least `least(chain)`.
+    """
+    needs, length = unequal.MemoryNeeds(chain), len(chain)
+    state, advance = np.array(needs.state), np.array(needs.advance)
+    tapes, cotangent = np.array([forms[0] for forms in needs.tapes]), np.array(needs.cotangent)
+    beside = np.array([needs.beside_tape(k, k + 1, 0) for k in range(length)])
+    all_tapes = np.concatenate([[0], np.cumsum(tapes)])
+    decisions: list[int] = []
+    pending = [(0, length, budget)]
+    while pending:
+        start, stop, room = pending.pop()
+        held = needs.cotangent[stop - 1]
+        if all_tapes[stop] - all_tapes[start] + int(beside[start:stop].max()) + held <= room:
+            decisions += [0] * (stop - start)
+            continue
+        one = max(
+            int((tapes + beside)[start:stop].max()), int(advance[start:stop].max()) + int(cotangent[start:stop].max())
+        )
+        slots = max(1, 1 + (room - int(state[start]) - one) // int(state[start:stop].max()))
+        decisions.append(left_part(stop - start, slots))
+        pending += needs.parts(start, stop, room, decisions[-1])
+    return unequal.Hetero(tuple(decisions))

@@ -360,6 +360,7 @@ def least(chain: Chain) -> int:
     return fronts(chain).least if is_exact(chain) else _smallest(chain)[0]
 
 
+@lru_cache(maxsize=16)
 def fastest(chain: Chain, budget: int) -> Hetero:
     """The fastest persistent schedule found whose peak is at most `budget`, which must be at least `least(chain)`."""
     if is_exact(chain):
@@ -456,9 +457,11 @@ def _expanded(chain: Chain, decisions: list[int], sizes: list[int]) -> Iterator[
 
 @lru_cache(maxsize=8)
 def _smallest(chain: Chain) -> tuple[int, tuple[int, ...]]:
-    """The exact least peak, and the decisions of a schedule that has it."""
+    """The least peak, and the decisions of a schedule that has it; exact for chains that fit a table."""
     length = len(chain)
     needs = MemoryNeeds(chain)
+    if length > MOST_TABLE_STEPS:
+        return _with_one_slot(needs, length)
     state, advance = np.array(needs.state), np.array(needs.advance)
     peaks = np.zeros((length + 1, length + 1), dtype=np.int64)
     chosen = np.zeros((length, length + 1), dtype=np.int64)
@@ -487,3 +490,14 @@ def _smallest(chain: Chain) -> tuple[int, tuple[int, ...]]:
         decisions.append(int(chosen[start, stop]))
         pending += needs.parts(start, stop, 0, decisions[-1])
     return int(peaks[0, length]), tuple(decisions)
+
+
+def _with_one_slot(needs: MemoryNeeds, length: int) -> tuple[int, tuple[int, ...]]:
+    """The peak and the decisions of running to each step from the start again, which is all that is stored."""
+    running = np.maximum.accumulate(needs.advance)
+    peaks = [needs.tapes[0][0] + needs.beside_tape(0, 1, 0)]
+    for k in range(1, length):
+        advancing = int(running[k - 1]) + needs.cotangent[k]
+        peaks.append(needs.state[0] + max(advancing, needs.tapes[k][0] + needs.beside_tape(k, k + 1, 0)))
+    decisions = (decision for k in range(length - 1, 0, -1) for decision in (k, 0))
+    return max(peaks), (*decisions, 0)

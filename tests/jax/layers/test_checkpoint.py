@@ -161,3 +161,24 @@ def test_refusals() -> None:
         lt.checkpoint(lambda _: "no")(1.0)
     with pytest.raises(TypeError, match="fun=3 is a int, which cannot be called"):
         lt.checkpoint(3)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.long
+def test_masks_that_are_drawn_from_closed_over_keys_wait_too() -> None:
+    """Else all are drawn early: of three parts of two layers, each with a mask as large as its state."""
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 6
+    keys, x = jax.ShapeDtypeStruct((6, 2), jnp.uint32), jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+
+    def loss(weights: Any, keys: Any, x: Any) -> Any:
+        for start in range(0, 6, 2):
+
+            def part(x: Any, start: int = start) -> Any:
+                for w, key in zip(weights[start : start + 2], keys[start : start + 2], strict=True):
+                    x = jax.nn.gelu(x @ w) * jax.random.bernoulli(key, 0.5, x.shape)
+                return x
+
+            x = lt.checkpoint(part)(x)
+        return jnp.sum(x**2)
+
+    compiled: Any = jax.jit(jax.grad(loss)).lower(weights, keys, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 17 * 4096 * 64 * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -94,46 +94,64 @@ RUNS: dict[str, Callable[..., Any]] = {
 }
 
 
+def gradients_by(run: Callable[..., Any]) -> Any:
+    return gradients(lambda params, x: run(rows_of(params), x), mlp(), draw(50, 11, 12))
+
+
+@cache
+def plain_gradients() -> Any:
+    return gradients_by(plain)
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", RUNS)
 def test_gradients_are_those_of_the_plain_calls(name: str) -> None:
-    params, x = mlp(), draw(50, 11, 12)
-    ours = gradients(lambda params, x: RUNS[name](rows_of(params), x), params, x)
-    close(ours, gradients(lambda params, x: plain(rows_of(params), x), params, x))
+    close(gradients_by(RUNS[name]), plain_gradients())
+
+
+def taken_by(how: str, run: Callable[..., Any]) -> Any:
+    """The result of a transform of the loss."""
+    params, x = mlp((4, 5, 3, 4)), draw(50, 6, 4)
+
+    def f(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(run(rows_of(params), x)))
+
+    match how:
+        case "eager":
+            return jax.grad(f, (0, 1))(params, x)
+        case "jit":
+            return quick(jax.grad(f, (0, 1)))(params, x)
+        case "vmap":
+            return quick(jax.grad(lambda params: jax.vmap(lambda row: f(params, row[None]))(x).sum()))(params)
+        case "vmapped gradient":
+            return quick(jax.vmap(jax.grad(f, (0, 1)), (None, 0)))(params, x[:, None])
+        case "jvp":
+            return quick(lambda *given: jax.jvp(f, given, given))(params, x)
+        case "hessian":
+            return quick(jax.hessian(lambda x: f(params, x)))(x[:1])
+        case _:
+            inner = jax.grad(lambda x: f(params, x))
+            return quick(jax.grad(lambda x: jnp.sum(inner(x) ** 2)))(x)
+
+
+@cache
+def taken_plainly(how: str) -> Any:
+    return taken_by(how, plain)
+
+
+HOWS = ("eager", "jit", "vmap", "vmapped gradient", "jvp", "hessian", "gradient of a gradient")
+TRANSFORMED = [
+    pytest.param(how, name, marks=() if how == "eager" else pytest.mark.untraced)
+    for how in HOWS
+    for name in ("none", "least", "3")
+]
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["none", "least", "3"])
-@pytest.mark.parametrize(
-    "how", ["eager", "jit", "vmap", "vmapped gradient", "jvp", "hessian", "gradient of a gradient"]
-)
+@pytest.mark.parametrize(("how", "name"), TRANSFORMED)
 def test_every_transform(how: str, name: str) -> None:
-    params, x = mlp((4, 5, 3, 4)), draw(50, 6, 4)
-
-    def loss(run: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-        return lambda params, x: jnp.sum(jnp.sin(run(rows_of(params), x)))
-
-    def taken(run: Callable[..., Any]) -> Any:
-        f = loss(run)
-        match how:
-            case "eager":
-                return jax.grad(f, (0, 1))(params, x)
-            case "jit":
-                return quick(jax.grad(f, (0, 1)))(params, x)
-            case "vmap":
-                return quick(jax.grad(lambda params: jax.vmap(lambda row: f(params, row[None]))(x).sum()))(params)
-            case "vmapped gradient":
-                return quick(jax.vmap(jax.grad(f, (0, 1)), (None, 0)))(params, x[:, None])
-            case "jvp":
-                return quick(lambda *given: jax.jvp(f, given, given))(params, x)
-            case "hessian":
-                return quick(jax.hessian(lambda x: f(params, x)))(x[:1])
-            case _:
-                inner = jax.grad(lambda x: f(params, x))
-                return quick(jax.grad(lambda x: jnp.sum(inner(x) ** 2)))(x)
-
-    close(taken(RUNS[name]), taken(plain))
+    close(taken_by(how, RUNS[name]), taken_plainly(how))
 
 
 @pytest.mark.long

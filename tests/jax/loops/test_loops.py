@@ -226,6 +226,27 @@ def test_what_gradients_are_of_decides_what_is_taped() -> None:
     assert max(tapes.values()) == tapes["closure", "init", "xs"]
 
 
+@every_knob
+def test_reversed_loops_read_and_write_from_the_last_place_on(options: dict[str, Any]) -> None:
+    def weigh(scan: Any, **options: Any) -> Any:
+        def loss(xs: Any) -> Any:
+            ys = scan(lambda h, x: (jnp.sin(h + x), h * x), 0.5, xs, reverse=True, **options)[1]
+            return jnp.sum(ys * jnp.arange(1.0, 7.0)), ys
+
+        return jax.jit(jax.grad(loss, has_aux=True))(jnp.linspace(0.1, 0.9, 6))
+
+    for expected, found in zip(weigh(lax.scan), weigh(lt.checkpointed_scan, **options), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_what_is_a_row_of_the_inputs_is_read_again_and_not_taped() -> None:
+    def step(h: Any, x: Any) -> Any:
+        return h * x, h.sum()
+
+    plan = lt.plan_scan(step, *SHAPES, wrt=("init", "xs"))
+    assert plan.chain[0].tape == plan.chain[0].state == SHAPES[0].size * SHAPES[0].dtype.itemsize
+
+
 def test_plans_of_loops_without_a_carry() -> None:
     w = jnp.ones((8, 8))
     planned = lt.plan_for_loop(lambda x: jnp.sin(x @ w), SHAPES[1], budget="30%")

@@ -23,6 +23,8 @@ from lowtide.torch.state.bits import same_bits
 Checkpoint = Callable[..., Any]
 Outcome = list[Any]
 
+REPEATS = 400  # of a plain run, before it is said to repeat itself
+
 
 @dataclass
 class Tally:
@@ -134,7 +136,7 @@ def _alike(left: Outcome, right: Outcome) -> bool:
 def _repeats(plain: Callable[[], Outcome | None], expected: Outcome) -> bool:
     """Some kernels round by where their memory lies: the run is repeated with other memory taken before it."""
     taken = []
-    for k in range(400):
+    for k in range(REPEATS):
         taken.append(torch.empty(8 * (k % 40 + 1), dtype=torch.uint8))
         again = plain()
         if again is None or not _alike(expected, again):

@@ -1242,3 +1242,57 @@ def test_the_operation_that_saved_something_else_is_named() -> None:
     y = lt.checkpoint(lambda x: torch.sin(x.sum(0) if next(calls) else x), torch.ones(3, 4, requires_grad=True))
     with pytest.raises(CheckpointError, match=r"saved by torch\.sin \(test_failures\.py"):
         y.sum().backward()
+
+
+def test_a_value_that_the_function_changes_after_it_was_saved_is_an_error() -> None:
+    """As in the plain call; in the rerun nothing else could tell, for it makes the same change."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()  # whose backward needs the result
+        y.add_(1)
+        return y.sin() * x
+
+    for call in (plainly, lt.checkpoint):
+        x = drawn_leaf(5)
+        y = call(function, x)
+        with pytest.raises(RuntimeError, match=r"in ?place"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("options", [{"check_rerun": False}, {"preserve_rng_state": False}], ids=str)
+def test_other_shapes_are_an_error_though_no_value_is_compared(options: dict[str, Any]) -> None:
+    x, sizes = drawn_leaf(6), iter([6, 3, 3])
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        part = x[: next(sizes)]
+        return part.sin().sum() * x
+
+    y = lt.checkpoint(function, x, **options)
+    with pytest.raises(CheckpointError, match=r"it was .*6.*, now it is .*3"):
+        y.sum().backward()
+
+
+class _Gain(nn.Module):
+    """Counts in a buffer, which is then a factor that autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.gain, torch.Tensor)
+        self.gain.add_(1)
+        return x * self.gain
+
+
+def test_a_buffer_that_is_saved_and_counts_on_is_right_or_an_error() -> None:
+    net, x = _Gain(), drawn_leaf(3)
+    first = lt.checkpoint(net, x)
+    with torch.no_grad():
+        net(x)
+    try:
+        gradient = torch.autograd.grad(first.sum(), x)[0]
+    except RuntimeError:  # as the plain call
+        return
+    assert torch.equal(gradient, torch.ones(3))
+    assert net.state_dict()["gain"].tolist() == [2.0] * 3

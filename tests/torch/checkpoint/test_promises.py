@@ -370,6 +370,18 @@ def test_5_one_rerun_and_only_when_needed() -> None:
     assert function.runs == 2
 
 
+def test_5_nested_calls_are_rerun_once_each_from_the_outside_in() -> None:
+    """In its first run, in the rerun of every call around it, and in its own."""
+    x = drawn_leaf(3)
+    inner = _Counted(lambda x: x.sin().exp().sin())
+    middle = _Counted(lambda x: lt.checkpoint(inner, x.cos()))
+    outer = _Counted(lambda x: lt.checkpoint(middle, x.cos()))
+    y = lt.checkpoint(outer, x)
+    for runs in (2, 3):
+        y.sum().backward(retain_graph=True)  # asks the innermost call first, whose arguments the others have to make
+        assert (outer.runs, middle.runs, inner.runs) == (runs, runs, runs)
+
+
 def test_5_what_saves_nothing_needs_no_rerun() -> None:
     x = drawn_leaf(3)
     function = _Counted(lambda x: x + 1 + x)
@@ -738,6 +750,22 @@ def test_9_also_for_nested_ones_and_outputs_kept_in_the_function() -> None:
         del x
         y.sum().backward()
         del y
+
+    _dies_without_gc(run)
+
+
+def test_9_also_where_the_backward_asks_for_a_part_only() -> None:
+    def run(made: Log) -> None:
+        x, other = torch.rand(64) * drawn_leaf(64), drawn_leaf(64, seed=1)
+
+        def function(x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.sin().sin(), _keeping(made, other * 2)
+
+        made.append(StorageWeakRef(x.untyped_storage()))
+        y, unused = lt.checkpoint(function, x, other)
+        del x
+        y.sum().backward()
+        del y, unused, function
 
     _dies_without_gc(run)
 

@@ -378,7 +378,7 @@ def test_samples_that_lie_on_a_device_are_compared_when_the_backward_ends(
     differs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def on_a_device(tensor: torch.Tensor) -> torch.Tensor:
-        return samples._spread(tensor.detach())
+        return samples._checksum_there(tensor.detach())
 
     monkeypatch.setattr(call, "sample_of", on_a_device)  # of tensors too large to be read whole
     factors = iter([1.0, 2.0, 2.0] if differs else [1.0] * 3)

@@ -74,13 +74,14 @@ def shares(row: Layered, count: int) -> list[int]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SMALL)
 def test_the_measured_peak_is_within_the_budget_and_as_predicted(
-    name: str, record_property: Callable[[str, object], None]
+    name: str, count: int, record_property: Callable[[str, object], None]
 ) -> None:
     torch.manual_seed(0)
     row = SMALL[name]()
-    for budget in shares(row, 8):
+    for budget in shares(row, count):
         check(row, budget, record_property)
 
 
@@ -106,6 +107,7 @@ def test_so_it_is_for_rows_of_every_kind(name: str) -> None:
             check(row, budget)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", SMALL)
 def test_with_no_budget_the_prediction_holds_too(name: str) -> None:
     torch.manual_seed(0)

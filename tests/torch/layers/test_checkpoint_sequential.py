@@ -25,6 +25,7 @@ def runs(layers: Any, segments: int, x: Any, **options: Any) -> tuple[int, int]:
     return receipt.plain_runs, receipt.taping_runs
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("segments", [1, 2, 3, 100])
 def test_results_and_gradients_are_the_plain_runs_to_the_last_bit(name: str, segments: int) -> None:

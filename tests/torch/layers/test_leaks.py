@@ -10,7 +10,7 @@ from torch import nn
 import lowtide.torch as lt
 from lowtide import BudgetError
 from tests.torch.calls import Function, drawn_leaf
-from tests.torch.leaking import CASES, WIDTH, Backward, Metered, check
+from tests.torch.leaking import CASES, WIDTH, Backward, Counts, Metered, check
 
 
 def _planned() -> Function:
@@ -27,7 +27,7 @@ def _in_segments() -> Function:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("backward", "threads"), CASES)
+@pytest.mark.parametrize(("backward", "threads", "counts"), CASES)
 @pytest.mark.parametrize("make", [_planned, _in_segments])
-def test_nothing_is_left_behind(make: Callable[[], Function], backward: Backward, threads: int) -> None:
-    check(make, backward, threads)
+def test_nothing_is_left_behind(make: Callable[[], Function], backward: Backward, threads: int, counts: Counts) -> None:
+    check(make, backward, threads, counts)

@@ -68,6 +68,7 @@ def test_so_they_are_at_many_budgets(name: str, seed: int) -> None:
         assert_same(outcome(make, partial(run_at, share, 12), seed), wanted)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", ["vgg", "transformer", "nested", "u_net"])
 def test_second_derivatives_are_the_plain_ones(name: str) -> None:
     def twice(row: Layered, budget: int | None) -> list[torch.Tensor | None]:
@@ -147,6 +148,7 @@ def test_in_a_transform_of_functions_layers_run_plainly() -> None:
 # --- what it costs
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     "name", ["vgg", "u_shaped", "transformer", "residual", "functions", "nested", "u_net", "frozen"]
 )
@@ -238,6 +240,7 @@ def everything(row: Layered) -> dict[str, Any]:
     return kept_by(row) | grads | {"rng": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy_state}
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", ROWS)
 def test_measuring_leaves_no_trace(name: str) -> None:
     row = ROWS[name]()

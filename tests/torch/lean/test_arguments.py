@@ -106,6 +106,21 @@ def test_arguments_that_share_memory_or_do_not() -> None:
     both(run, calls=len(pairs))
 
 
+def test_arguments_that_share_memory_are_traced_once_as_are_those_that_do_not() -> None:
+    rows, other = drawn_leaf(5, 40), drawn_leaf(40, seed=1)
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        note()
+        return (a.sin() * b).exp() * b
+
+    traced.clear()
+    with lt.record(memory=False) as receipt:
+        for k in range(8):
+            lt.lean(function, rows[0], rows[0] if k % 2 else other).sum().backward()
+    assert traced.count(True) == 2
+    assert receipt.kept_whole == 0
+
+
 @pytest.mark.filterwarnings("ignore:Scaled did not save what it saved")  # until it is traced anew
 def test_an_argument_that_is_a_parameter_or_is_not() -> None:
     class Scaled(nn.Module):

@@ -16,6 +16,7 @@ from torch import nn
 import lowtide.torch as lt
 from lowtide import BudgetError, CheckpointError, InputError
 from tests.torch.calls import Function, drawn_leaf, plainly, same
+from tests.torch.lean.calls import note, traced
 
 CHANGED = "has been modified by an inplace operation"
 _hidden = SimpleNamespace(scale=2.0)
@@ -179,6 +180,41 @@ def test_it_is_right_and_says_so_once(function: Function, first: int) -> None:
         assert receipt.receipt.kept_whole >= 3
 
 
+@pytest.mark.filterwarnings("ignore:.* did not save what it saved")
+def test_another_operation_with_results_of_the_same_form_is_told_by_its_node() -> None:
+    x = drawn_leaf(40)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin() if _hidden.scale > 1 else x.cos()
+        return y.square() * x
+
+    try:
+        for _hidden.scale in (2.0, 2.0, 0.5, 0.5, 2.0):
+            same(_outcome(lt.lean(function, x), [x]), _outcome(function(x), [x]))
+    finally:
+        _hidden.scale = 2.0
+
+
+@pytest.mark.filterwarnings("ignore:.* did not save what it saved")
+def test_a_function_that_goes_another_way_from_now_on_is_traced_again() -> None:
+    x = drawn_leaf(40)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        note()
+        y = x.sin() if _hidden.scale > 1 else x.cos()
+        return y.square() * x
+
+    traced.clear()
+    try:
+        with lt.record(memory=False) as receipt:
+            for _hidden.scale in (2.0, 2.0, *[0.5] * 6):
+                lt.lean(function, x).sum().backward()
+        assert traced == [True, False, False, False, False, True, False, False]
+        assert receipt.kept_whole == 3
+    finally:
+        _hidden.scale = 2.0
+
+
 def test_more_operations_after_those_of_the_trace() -> None:
     """The packs of the trace all fit; there are more of them."""
     x = drawn_leaf(40)
@@ -281,6 +317,24 @@ def test_a_number_in_a_global_object_is_no_silent_error() -> None:
         # From now on it is known.
         for _hidden.scale in (3.0, 4.0, 5.0):
             same(_outcome(lt.lean(_reads_a_global, x), [x]), _outcome(_reads_a_global(x), [x]))
+    finally:
+        _hidden.scale = 2.0
+
+
+def test_a_sign_of_zero_that_nobody_can_see_is_known_after_one_error() -> None:
+    x, errors = drawn_leaf(40), 0
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.atan2(x.sin() * _hidden.scale, -x.exp()) * x
+
+    try:
+        for _hidden.scale in (0.0, -0.0, -0.0, 0.0, -0.0):
+            expected, y = _outcome(function(x), [x]), lt.lean(function, x)
+            try:
+                same(_outcome(y, [x]), expected)
+            except CheckpointError:
+                errors += 1
+        assert errors == 1
     finally:
         _hidden.scale = 2.0
 

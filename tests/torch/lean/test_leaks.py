@@ -13,7 +13,7 @@ from torch import nn
 import lowtide.torch as lt
 from lowtide.torch.memory.tracker import Log
 from tests.torch.calls import Function, drawn_leaf
-from tests.torch.leaking import CASES, Backward, Metered, MeteredNet, check
+from tests.torch.leaking import CASES, Backward, Counts, Metered, MeteredNet, check
 
 
 def _light() -> Function:
@@ -29,10 +29,10 @@ def _in_a_checkpoint() -> Function:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("backward", "threads"), CASES)
+@pytest.mark.parametrize(("backward", "threads", "counts"), CASES)
 @pytest.mark.parametrize("make", [_light, _with_a_budget, _in_a_checkpoint])
-def test_nothing_is_left_behind(make: Callable[[], Function], backward: Backward, threads: int) -> None:
-    check(make, backward, threads)
+def test_nothing_is_left_behind(make: Callable[[], Function], backward: Backward, threads: int, counts: Counts) -> None:
+    check(make, backward, threads, counts)
 
 
 def test_a_call_that_fails_leaves_nothing_behind() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812  (everybody's name for it)
 
 import lowtide.torch as lt
 from lowtide.torch.state.bits import same_bits
-from tests.torch.calls import drawn_leaf
+from tests.torch.calls import drawn_leaf, plainly, same
 from tests.torch.lean.calls import collecting_by_hand, tape_of
 from tests.torch.lean.drawn_programs import (
     POINTWISE,
@@ -317,3 +317,52 @@ def test_a_value_is_not_written_over_while_another_view_of_it_is_read() -> None:
     expected = torch.autograd.grad(function(x).sum(), x)[0]
     for _ in range(2):
         assert torch.equal(torch.autograd.grad(lt.lean(function, x, tape=0).sum(), x)[0], expected)
+
+
+def test_parts_of_a_value_are_read_where_they_lie() -> None:
+    x = drawn_leaf(40)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        return (y[1:] * y[:-1]).exp() * x[1:]
+
+    for _ in range(3):
+        same(*(torch.autograd.grad(call(function, x).sum(), x) for call in (plainly, lt.lean)))
+
+
+def test_a_value_that_is_changed_after_it_was_read_is_read_no_more() -> None:
+    x = drawn_leaf(40)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        z = y.sin().exp()
+        with torch.no_grad():
+            part = y.detach() + 0
+            read = part.sigmoid()
+            part.add_(1)
+        return z * read * part
+
+    for _ in range(3):
+        same(*(torch.autograd.grad(call(function, x).sum(), x) for call in (plainly, lt.lean)))
+
+
+def test_a_value_that_is_saved_before_what_it_is_made_from() -> None:
+    x, w = drawn_leaf(5, 40), drawn_leaf(40, 40, seed=1)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        return torch.tanh(y) * y.sin()  # tanh saves its result, then sin what both are made from
+
+    for _ in range(3):
+        same(*(torch.autograd.grad(call(function, x, w).sum(), [x, w]) for call in (plainly, lt.lean)))
+
+
+def test_a_value_is_not_written_over_before_its_second_reader_has_run() -> None:
+    x = drawn_leaf(40)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        return torch.exp(y * 2) * torch.exp(y * 3)
+
+    for _ in range(3):
+        same(*(torch.autograd.grad(call(function, x).sum(), x) for call in (plainly, lt.lean)))

@@ -344,3 +344,46 @@ def test_a_tape_that_was_planned_for_one_way_need_not_exist_for_another() -> Non
         return [torch.autograd.grad(call(repeated, x, times).sum(), x)[0] for times in (1, 3, 1, 3)]
 
     same(run(lambda *args: lt.lean(*args, tape=size)), run(plainly))
+
+
+class _Tied(nn.Module):
+    """Two parameters that are one tensor until they are parted. What `b` enters saves nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(40, generator=torch.Generator().manual_seed(1)))
+        self.b = self.a
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp((x * self.a).sin() + self.b) * x
+
+
+def test_parameters_that_were_one_tensor_are_parted() -> None:
+    net, x = _Tied(), drawn_leaf(40)
+
+    def agree() -> None:
+        outcomes = [torch.autograd.grad(call(net, x).sum(), [x, net.a, net.b]) for call in (plainly, lt.lean)]
+        same(*outcomes)
+
+    for _ in range(2):
+        agree()
+    net.b = nn.Parameter(net.a.detach() * 2)
+    for _ in range(2):
+        agree()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_hook_that_comes_and_goes_is_traced_anew() -> None:
+    net, x = nn.Sequential(nn.Linear(40, 40), nn.SiLU(), nn.Tanh()), drawn_leaf(3, 40)
+
+    def agree() -> None:
+        for _ in range(2):
+            same(*(torch.autograd.grad(call(net, x).sum(), [x, *net.parameters()]) for call in (plainly, lt.lean)))
+
+    with lt.record(memory=False) as receipt:
+        agree()
+        hook = net[1].register_forward_hook(lambda _, __, y: y.exp() * y)
+        agree()
+        hook.remove()
+        agree()
+    assert receipt.kept_whole == 0

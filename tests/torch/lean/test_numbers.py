@@ -55,6 +55,51 @@ def test_numbers_that_differ_from_call_to_call(value: Callable[[int], Any]) -> N
     assert traced.count(True) <= 2
 
 
+def test_a_zero_has_its_sign() -> None:
+    x = drawn_leaf(5)
+
+    def function(x: torch.Tensor, number: float) -> torch.Tensor:
+        return torch.atan2(x.sin() * number, -x.exp()) * x
+
+    def run(call: Function, number: int) -> Any:
+        y = call(function, x, -0.0 if number % 2 else 0.0)
+        return [y, *torch.autograd.grad(y.sum(), x)]
+
+    both(run, calls=4)
+
+
+def test_a_number_that_may_be_any_stays_so_when_another_one_differs_too() -> None:
+    x = drawn_leaf(5)
+
+    def function(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
+        note()
+        return torch.exp(x.sin() * a + b) * x
+
+    pairs = [(1.0, 1.0), (2.0, 1.0), (1.0, 2.0), (3.0, 1.0), (4.0, 3.0), (1.0, 5.0)]
+
+    def run(call: Function, number: int) -> Any:
+        y = call(function, x, *pairs[number])
+        return [y, *torch.autograd.grad(y.sum(), x)]
+
+    both(run, calls=len(pairs))
+    assert traced.count(True) == 3
+
+
+def test_numbers_that_agree_at_first_and_differ_later() -> None:
+    x = drawn_leaf(5)
+
+    def function(x: torch.Tensor, number: float) -> torch.Tensor:
+        note()
+        return torch.exp(x.sin() * max(number, 3.0)) * x
+
+    def run(call: Function, number: int) -> Any:
+        y = call(function, x, float(number))
+        return [y, *torch.autograd.grad(y.sum(), x)]
+
+    both(run, calls=8)
+    assert traced.count(True) <= 2
+
+
 class _Counting(nn.Module):
     """Its numbers change with each call."""
 
@@ -324,3 +369,27 @@ def test_no_more_kinds_of_calls_are_remembered_than_there_is_room_for(monkeypatc
     for size in (2, 3, 4, 5, 6, 2):
         both(lambda call, _, size=size: [call(torch.exp, drawn_leaf(size))])  # type: ignore[misc]
         assert len(lean_module._kinds) <= 3
+
+
+class _Limits:
+    """What is in its containers is followed by nobody."""
+
+    def __init__(self) -> None:
+        self.highest = {"x": 9.0}
+
+
+_limits = _Limits()
+
+
+def test_a_bound_that_nobody_follows_and_that_matters_for_one_element_of_many() -> None:
+    """No sample of a hundred thousand numbers shows the one that is beyond: so what has a bound is not run again."""
+    x = torch.zeros(100_000)
+    x[1] = 3.0
+    x.requires_grad_()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(torch.clamp(x, max=_limits.highest["x"])) * x.sin()
+
+    for _limits.highest["x"] in (9.0, 9.0, 2.0, 1.0):
+        outcomes = [torch.autograd.grad(call(function, x).square().sum(), x)[0] for call in (plainly, lt.lean)]
+        assert torch.equal(*outcomes)

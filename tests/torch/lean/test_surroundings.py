@@ -371,3 +371,35 @@ def test_transforms_inside_are_refused_and_lean_is_named() -> None:
     with pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
         lt.lean(lambda x: torch.func.grad(lambda t: (t.sin() * t).sum())(x) * x, drawn_leaf(5))
     assert "called by lean" in caught.value.__notes__[0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_another_default_dtype_is_traced_anew() -> None:
+    x = drawn_leaf(40)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x.sin() * torch.full((40,), 0.5)) * x
+
+    with lt.record(memory=False) as receipt:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            try:
+                for _ in range(2):
+                    same(*(torch.autograd.grad(call(function, x).sum(), x) for call in (plainly, lt.lean)))
+            finally:
+                torch.set_default_dtype(torch.float32)
+    assert receipt.kept_whole == 0
+
+
+def test_products_are_made_again_as_they_were_where_the_backward_casts() -> None:
+    x, w = drawn_leaf(5, 40), drawn_leaf(40, 40, seed=1)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w).exp() * x
+
+    def gradients(y: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.autograd.grad(y.sum(), [x, w])
+
+    for _ in range(2):
+        same(gradients(lt.lean(function, x, w, tape=0)), gradients(function(x, w)))

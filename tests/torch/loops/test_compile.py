@@ -15,7 +15,9 @@ from lowtide.torch.state.bits import same_bits
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
 
-@pytest.mark.parametrize("options", [{"base": 5}, {"checkpoints": 2}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({"base": 5}, marks=pytest.mark.long), {"checkpoints": 2}, {}], ids=str
+)
 def test_bits_of_the_compiled_step(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     w = torch.randn(6, 6, requires_grad=True)
@@ -56,6 +58,7 @@ def test_a_stateful_module_compiles() -> None:
     assert all(same_bits(a, b) for a, b in zip(grads, found, strict=True))
 
 
+@pytest.mark.long
 def test_programs_that_differ_without_grad_are_found_out() -> None:
     """This step's program without grad differs in the last bit of some numbers; results must not."""
     w = torch.randn(6, 6, requires_grad=True)

@@ -579,3 +579,46 @@ def test_collections_in_modules_and_a_mode_switched_in_between() -> None:
             assert (len(net.all), len(net.seen), net.count[0], net.training) == (length, length, length, False)
         for a, b in zip(*outcomes, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_generators_are_where_they_were_before_the_backward() -> None:
+    own, xs = torch.Generator().manual_seed(5), torch.randn(12, 3, requires_grad=True)
+
+    def step(h: torch.Tensor, x: torch.Tensor) -> Any:
+        h = torch.tanh(nn.functional.dropout(h + x, 0.5) + torch.rand(3, generator=own))
+        return h, h * float(np.random.rand())  # noqa: NPY002  (what layers use)
+
+    def draws() -> list[float]:
+        return [float(torch.rand(1)), float(torch.rand(1, generator=own)), float(np.random.rand())]  # noqa: NPY002
+
+    outcomes = []
+    for goes_back in (False, True):
+        torch.manual_seed(0)
+        own.manual_seed(5)
+        np.random.seed(0)  # noqa: NPY002
+        ys = lt.checkpointed_scan(step, torch.zeros(3), xs, checkpoints=2)[1]
+        drawn = draws()
+        if goes_back:
+            ys.sum().backward()
+        outcomes.append([*drawn, *draws()])
+    assert outcomes[0] == outcomes[1]
+
+
+def test_planning_leaves_what_steps_change_in_place() -> None:
+    norm = nn.BatchNorm1d(3)
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    lt.plan_for_loop(norm, torch.randn(9, 4, 3), budget="100KB")
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{"base": 4}, {"checkpoints": 2}, {}], ids=str)
+def test_the_last_output_may_have_no_gradient_where_the_others_have_one(options: dict[str, Any]) -> None:
+    w = torch.randn(3, requires_grad=True)
+
+    def step(h: torch.Tensor, k: torch.Tensor) -> Any:
+        h = torch.tanh(h * w + 0.1)
+        return h, h.detach() if k == 9 else h
+
+    final, y = lt.checkpointed_scan(step, torch.ones(3), torch.arange(10), reduce="last", **options)
+    assert final.requires_grad
+    assert not y.requires_grad

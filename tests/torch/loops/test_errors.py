@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 import lowtide.torch as lt
-from lowtide import BudgetError, CheckpointError, FunctionError, InputError
+from lowtide import (
+    BudgetError,
+    Chain,
+    CheckpointError,
+    Disk,
+    FunctionError,
+    InputError,
+    StepCost,
+    plan_chain,
+)
 
 XS = torch.randn(40, 2, 3)
 H0 = torch.zeros(2, 3)
@@ -338,13 +347,7 @@ def test_while_loops_refuse_too() -> None:
     assert net.k == 0
 
 
-def test_gradients_that_begin_late_are_refused() -> None:
-    def state(h: Any, x: torch.Tensor, k: int) -> Any:
-        a, b = h
-        return (torch.tanh(a * W + x), b + a if k > 30 else b + 1), None
-
-    refused(state, CheckpointError, r"carry\[1\] carries a gradient out of step", init=(H0, H0))
-
+def test_outputs_whose_gradient_begins_late_and_ends_early_are_refused() -> None:
     def output(h: torch.Tensor, x: torch.Tensor, k: int) -> Any:
         h = torch.tanh(h * W + x)
         return h, h if 20 < k < 30 else h.detach()
@@ -368,3 +371,9 @@ def test_an_output_may_be_the_state_at_some_steps_only() -> None:
     for options in knobs:
         _, ys = lt.checkpointed_scan(step, H0, torch.arange(40), **options)
         assert torch.equal(torch.autograd.grad((ys**2).sum(), w)[0], expected)
+
+
+def test_a_plan_with_snapshots_on_disk_is_refused() -> None:
+    plan = plan_chain(Chain.equal(StepCost(8, 16), 40), 80, disk=Disk(1e-9, 1e-9))
+    with pytest.raises(InputError, match="this plan has some on disk; plan without disk="):
+        lt.checkpointed_for_loop(lambda x: x * W, XS, plan=plan)

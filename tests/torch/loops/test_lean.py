@@ -56,6 +56,7 @@ SWEEP = [
 ]
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("name", "knob", "dtype"), SWEEP, ids=str)
 def test_everything_equals_the_plain_loop(name: str, knob: str, dtype: torch.dtype) -> None:
     _same_as_plain(name, dtype, KNOBS[knob])
@@ -68,6 +69,7 @@ OTHER_SWEEP = [
 ]
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("name", "way"), OTHER_SWEEP)
 def test_so_it_does_in_every_other_way_to_run(name: str, way: str) -> None:
     _same_as_plain(name, torch.float32, WAYS[way])
@@ -169,6 +171,7 @@ def _least(model: Any, xs: Any, **options: Any) -> int:
     return caught.value.least
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_the_measured_peak_is_within_the_budget(case: Any) -> None:
     name, width, batch, length, share, x_grads = case

@@ -373,6 +373,27 @@ def test_autocast_is_the_same_in_reruns() -> None:
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
+def test_autocast_keeps_copies_of_weights_again_after_a_loop() -> None:
+    cell, xs = nn.GRUCell(3, 3), torch.randn(10, 2, 3)
+
+    def step(h: torch.Tensor, x: torch.Tensor) -> Any:
+        h = cell(x, h).float()
+        return h, h
+
+    def fails(h: torch.Tensor, k: torch.Tensor) -> Any:
+        return step(h, xs[k] / (7 // (7 - int(k))))
+
+    for cache in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            ys = lt.checkpointed_scan(step, torch.zeros(2, 3), xs, checkpoints=2)[1]
+            assert torch.is_autocast_cache_enabled() == cache
+            ys.sum().backward()
+            assert torch.is_autocast_cache_enabled() == cache
+            with pytest.raises(ZeroDivisionError):
+                lt.checkpointed_scan(fails, torch.zeros(2, 3), torch.arange(10), checkpoints=2)
+            assert torch.is_autocast_cache_enabled() == cache
+
+
 def test_default_dtype_and_named_contexts_are_the_same_in_reruns() -> None:
     w = torch.randn(3, dtype=torch.float64, requires_grad=True)
     entered = []

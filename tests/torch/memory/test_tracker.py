@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide.torch as lt
-from lowtide.torch.memory.tracker import Lifetimes
+from lowtide.torch.memory.tracker import Curve, Lifetimes, Memory
 
 
 @pytest.mark.long
@@ -177,3 +178,21 @@ def test_without_a_curve_there_is_none() -> None:
     with lt.measure.peak() as memory:
         torch.ones(3)
     assert memory.curve_beyond() == ()
+
+
+def test_what_is_left_out_is_so_after_it_has_grown() -> None:
+    with lt.measure.peak() as memory:
+        result = torch.empty(100)
+        memory.leave_out(result)
+        result.resize_(1000)
+        other = torch.empty(10)
+        assert memory.beyond(living=True) == 40
+    assert result.numel() + other.numel() == 1010
+
+
+def test_a_curve_is_that_of_the_memory_that_counts() -> None:
+    memory = Memory(Curve())
+    memory.see(torch.empty(1000))
+    with FakeTensorMode():
+        memory.see(torch.empty(10, device="cuda"))
+    assert max(memory.curve_beyond(living=True)) == 40

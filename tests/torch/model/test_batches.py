@@ -70,9 +70,19 @@ class _Reading(nn.Module):
         return x.mean()
 
 
-@pytest.mark.parametrize(
-    "form", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"x": x}, lambda x: UserDict(x=x)]
-)
+FORMS: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: x,
+    lambda x: (x,),
+    lambda x: [x],
+    lambda x: {"x": x},
+    lambda x: UserDict(x=x),
+]
+
+
+FORM_CASES = [pytest.param(form, marks=pytest.mark.untraced if k else ()) for k, form in enumerate(FORMS)]
+
+
+@pytest.mark.parametrize("form", FORM_CASES)
 def test_batches_of_every_form_and_models_that_look_at_values(form: Callable[[torch.Tensor], Any]) -> None:
     model = _Reading()
     found = lt.largest_batch(model, lambda size: form(torch.randn(size, 8)), "64KiB")

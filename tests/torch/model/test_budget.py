@@ -31,11 +31,12 @@ def least_of(name: str, size: Size | None = None) -> int:
     return model(name, size).least()
 
 
-def check(name: str, size: Size | None, count: int, record: Record) -> None:
+def check(name: str, size: Size | None, count: int, record: Record, *, first: int | None = None) -> None:
+    """At so many peaks from the least to the plain one, or the first of them."""
     plain = train(model(name, size))
     least = least_of(name, size)
     assert least < plain.peak
-    for peak in between(least, plain.peak, count):
+    for peak in between(least, plain.peak, count)[:first]:
         made = model(name, size)
         plan = made.plan(peak)
         lt.apply(plan, made.module)
@@ -52,7 +53,7 @@ def check(name: str, size: Size | None, count: int, record: Record) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_is_kept_and_predicted_and_the_bits_are_the_plain_ones(name: str, record_property: Record) -> None:
-    check(name, None, 3, record_property)
+    check(name, None, 3, record_property, first=2)  # the third is the plain step's
 
 
 @pytest.mark.slow
@@ -114,7 +115,7 @@ def test_so_it_is_with_an_optimizer(name: str, record_property: Record) -> None:
     most, expected = steps(model(name))
     made = model(name)
     least = made.least(optimizer=torch.optim.AdamW(made.module.parameters()))
-    for peak in between(least, most, 3):
+    for peak in between(least, most, 3)[:2]:
         made = model(name)
         plan = made.plan(peak, optimizer=torch.optim.AdamW(made.module.parameters(), lr=1e-2))
         lt.apply(plan, made.module)

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import lowtide.torch as lt
-from lowtide import Plan
+from lowtide import CheckpointError, Plan
 from lowtide.chain import Role
-from lowtide.forms import KEEP, RERUN, form_named
+from lowtide.forms import KEEP, RERUN, LeanForm, Way, form_named
+from lowtide.torch.model.forms import run_way
 from tests.torch.models import MODELS, Model, model, train
-from tests.torch.odd_blocks import Mlp
+from tests.torch.odd_blocks import WIDTH, Mlp
 from tests.torch.odd_models import odd, row_of
 
 
@@ -114,3 +115,32 @@ def test_blocks_whose_shapes_depend_on_values_have_no_lean_tape() -> None:
     assert not any(form is not None and form.is_lean for form in forms)
     plain = row_of(Mlp).plan("1GB").chain
     assert any(option.form is not None and option.form.is_lean for k in plain.blocks() for option in plain[k].menu)
+
+
+def test_a_lean_tape_that_was_planned_for_smaller_arguments_keeps_more_and_says_so() -> None:
+    block, x = Mlp(), torch.randn(3, WIDTH, requires_grad=True)
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(block(x).sum(), x)[0]
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match="Plan with the largest arguments that will come"):
+        y = run_way(Way(lean=LeanForm(1, 1)), block, (x,), {})
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:a lean tape of")
+@pytest.mark.parametrize("lean", [None, LeanForm(1, 1)], ids=str)
+def test_reruns_of_either_form_are_compared_as_asked(lean: LeanForm | None) -> None:
+    class Drifting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * numbers.pop(0)).sin()
+
+    def backward(check_rerun: bool | None) -> None:
+        numbers[:] = [1.0, 2.0, 2.0, 2.0]
+        x = torch.randn(3, requires_grad=True)
+        run_way(Way(rerun=True, lean=lean), Drifting(), (x,), {}, check_rerun).sum().backward()
+
+    numbers: list[float] = []
+    backward(False)
+    for compared in (None, True):
+        with pytest.raises(CheckpointError, match="differs from the first run"):
+            backward(compared)

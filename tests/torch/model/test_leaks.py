@@ -9,7 +9,7 @@ import torch
 
 import lowtide.torch as lt
 from tests.torch.calls import Function, drawn_leaf
-from tests.torch.leaking import CASES, WIDTH, Backward, MeteredNet, check
+from tests.torch.leaking import CASES, WIDTH, Backward, Counts, MeteredNet, check
 from tests.torch.state.steered import with_form
 
 
@@ -26,7 +26,7 @@ def _planned(form: str) -> Function:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("backward", "threads"), CASES)
+@pytest.mark.parametrize(("backward", "threads", "counts"), CASES)
 @pytest.mark.parametrize("form", ["rerun", "lean"])
-def test_nothing_is_left_behind(form: str, backward: Backward, threads: int) -> None:
-    check(partial(_planned, form), backward, threads)
+def test_nothing_is_left_behind(form: str, backward: Backward, threads: int, counts: Counts) -> None:
+    check(partial(_planned, form), backward, threads, counts)

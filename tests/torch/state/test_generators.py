@@ -12,7 +12,7 @@ import torch
 from lowtide.torch.state import generators
 from lowtide.torch.state.generators import Generators
 
-TORCH, PYTHON, NUMPY = generators._shared()
+TORCH, PYTHON, NUMPY = generators._WITHOUT_DEVICES
 
 
 @pytest.mark.parametrize("by_asking", [False, True])

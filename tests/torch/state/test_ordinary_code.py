@@ -31,7 +31,7 @@ from torch import nn
 from tqdm import tqdm
 
 import lowtide.torch as lt
-from lowtide.torch.state import surroundings as growth
+from lowtide.torch.state import surroundings
 from lowtide.torch.state.bits import same_bits
 from tests.torch.state.partners import norse
 
@@ -569,8 +569,12 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
     assert all(map(same_bits, found, expected))
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-@pytest.mark.parametrize("make", ORDINARY)
+# Loops compare graphs where a counter moves. Outside them it may steer the next call, which nothing would show.
+COUNTING = {meter: "losses.count", global_meter: "METER.count", written_number: "calls"}
+SILENT = [(make, end) for make in ORDINARY for end in FRONT_ENDS if end == "loop" or make not in COUNTING]
+
+
+@pytest.mark.parametrize(("make", "front_end"), SILENT)
 def test_it_is_not_refused_and_nobody_is_warned(
     make: Callable[[Core], Ordinary], front_end: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -580,7 +584,7 @@ def test_it_is_not_refused_and_nobody_is_warned(
 @pytest.fixture(autouse=True)
 def _nothing_is_told_yet() -> None:
     """Every test begins as a process does: what grows is told once in each."""
-    for known in (growth._looked, growth._told):
+    for known in (surroundings._looked, surroundings._told):
         known.clear()
 
 
@@ -602,6 +606,16 @@ def test_what_grows_in_a_rerun_is_told_once_by_name(
 ) -> None:
     (text,) = warned(make, front_end)
     assert re.search(rf"\b{name}\b", text)
+    assert "is_recomputing" in text
+
+
+@pytest.mark.parametrize("front_end", ["checkpoint", "layers"])
+@pytest.mark.parametrize(("make", "name"), COUNTING.items())
+def test_counters_that_move_in_a_rerun_are_told_once_by_name(
+    make: Callable[[Core], Ordinary], name: str, front_end: str
+) -> None:
+    (text,) = warned(make, front_end)
+    assert f"`{name}`" in text
     assert "is_recomputing" in text
 
 
@@ -741,6 +755,7 @@ def steering_number(core: Core) -> Ordinary:
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.filterwarnings("ignore:.* moved while")
 @pytest.mark.parametrize("make", [*ORDINARY, steering_number])
 def test_without_a_check_nothing_is_refused(
     make: Callable[[Core], Ordinary], front_end: str, capsys: pytest.CaptureFixture[str]

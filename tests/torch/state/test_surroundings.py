@@ -1,8 +1,9 @@
-"""Containers that grow in a rerun: told once, by name; nothing is said of what is guarded, returned or repeated."""
+"""What a rerun does once more to the user's: told once, by name; nothing is said of what is guarded or repeated."""
 
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 
 import lowtide.torch as lt
-from lowtide.torch.state import surroundings as growth
-from lowtide.torch.state.surroundings import Growth
+from lowtide.torch.state import surroundings
+from lowtide.torch.state.surroundings import SideEffects
 
 ROWS: list[Any] = []
 CASES: dict[str, Callable[[], tuple[Any, str]]] = {}
@@ -150,10 +151,64 @@ def _run(function: Callable[..., Any], times: int = 1) -> None:
         lt.checkpoint(function, torch.linspace(0.1, 0.9, 3).requires_grad_()).sum().backward()
 
 
+@case
+def a_meter() -> tuple[Any, str]:
+    class Meter:
+        def __init__(self) -> None:
+            self.count, self.total = 0, 0.0
+
+        def update(self, value: float) -> None:
+            self.count += 1
+            self.total += value
+
+    meter = Meter()
+
+    def function(x: torch.Tensor) -> Any:
+        meter.update(float(x.detach().sum()))
+        return x.sin()
+
+    return function, "meter.count"
+
+
+@case
+def a_counter_in_a_dictionary() -> tuple[Any, str]:
+    state = {"calls": 0, "latest": 0.0}
+
+    def function(x: torch.Tensor) -> Any:
+        state["calls"] += 1
+        state["latest"] = float(x.detach().sum())
+        return x.sin()
+
+    return function, "state['calls']"
+
+
+@case
+def a_slope_that_is_annealed() -> tuple[Any, str]:
+    surrogate = SimpleNamespace(slope=1.0)
+
+    def function(x: torch.Tensor) -> Any:
+        surrogate.slope *= 1.01
+        return x.sin()
+
+    return function, "surrogate.slope"
+
+
+@case
+def a_counter_closed_over() -> tuple[Any, str]:
+    calls = 0
+
+    def function(x: torch.Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        return x.sin()
+
+    return function, "calls"
+
+
 @pytest.fixture(autouse=True)
 def _nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "_told", set())
-    monkeypatch.setattr(growth, "_looked", {})
+    monkeypatch.setattr(surroundings, "_told", set())
+    monkeypatch.setattr(surroundings, "_looked", {})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -165,7 +220,8 @@ def test_it_is_told_once_by_name_with_both_remedies(name: str) -> None:
     texts = [str(warning.message) for warning in caught]
     assert all(warning.category is UserWarning for warning in caught)
     assert sorted(text.split("`")[1] for text in texts) == container.split(" ")
-    assert all("`if not lt.is_recomputing():`, or return what is collected as an output" in text for text in texts)
+    instead = "return what is collected as an output|make the counter an attribute of a module"
+    assert all(re.search(f"`if not lt.is_recomputing\\(\\):`, or ({instead})", text) for text in texts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _run(function, 3)
@@ -180,6 +236,28 @@ def _guarded() -> Any:
         return x.sin()
 
     return function
+
+
+def _guarded_counter() -> Any:
+    calls = 0
+
+    def function(x: torch.Tensor) -> Any:
+        nonlocal calls
+        calls += not lt.is_recomputing()
+        return x.sin()
+
+    return function
+
+
+def _counting_in_itself() -> Any:
+    class Net(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.calls += 1
+            return x.sin()
+
+    return Net()
 
 
 def _collecting_in_itself() -> Any:
@@ -206,32 +284,36 @@ def _with_a_name_that_is_not_bound() -> Any:
 
 
 @pytest.mark.parametrize(
-    "function", [_guarded(), _collecting_in_itself(), _with_a_name_that_is_not_bound(), torch.sin, nn.Tanh()]
+    "function",
+    [
+        *(_guarded(), _guarded_counter(), _collecting_in_itself(), _counting_in_itself()),
+        *(_with_a_name_that_is_not_bound(), torch.sin, nn.Tanh()),
+    ],
 )
-def test_nothing_is_said_of_what_stays_as_long_as_it_is(function: Any) -> None:
+def test_nothing_is_said_of_what_stays_as_it_is(function: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _run(function, 3)
 
 
-def test_containers_are_looked_at_in_the_first_rerun_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_side_effects_are_looked_for_in_the_first_rerun_only(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
 
-    class Noting(Growth):
-        def __init__(self, *things: Any) -> None:
+    class Noting(SideEffects):
+        def __init__(self, *things: Any, counts: bool) -> None:
             looked.append(things)
-            super().__init__(*things)
+            super().__init__(*things, counts=counts)
 
-    monkeypatch.setattr(growth, "Growth", Noting)
+    monkeypatch.setattr(surroundings, "SideEffects", Noting)
     for _ in range(3):
         _run(lambda x: x.sin())  # another closure each time, of one code
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     _run(net, 3)
     assert len(looked) == 2
-    known = len(growth._looked)
+    known = len(surroundings._looked)
     looked.clear()
     del net
-    assert len(growth._looked) == known - 1
+    assert len(surroundings._looked) == known - 1
 
 
 @pytest.mark.parametrize("is_called", [False, True])
@@ -253,6 +335,6 @@ def test_files_are_taken_to_move_if_a_method_that_is_named_opens_one(is_called: 
             return self.scaled(x)
 
     net = Calling() if is_called else Saved()
-    finds = growth.Finds([net])
-    look = growth.Things(finds, [net]).look()
-    assert bool(growth.moved(look, look)) == is_called
+    finds = surroundings.Finds([net])
+    look = surroundings.Things(finds, [net]).look()
+    assert bool(surroundings.moved(look, look)) == is_called

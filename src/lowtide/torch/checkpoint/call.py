@@ -26,6 +26,7 @@ from inspect import CO_VARKEYWORDS, Parameter, signature
 from itertools import count
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakMethod
 
 import torch
 import torch.utils.checkpoint
@@ -371,6 +372,7 @@ class _Call:
     """One checkpoint call: what it takes to run the function again, and the tensors that the latest rerun saved."""
 
     __slots__ = (
+        "__weakref__",
         "_ambient",
         "_arguments",
         "_context",
@@ -514,7 +516,7 @@ class _Call:
         """Run the function again, and put the tensors that it saves into `store`."""
         if self._owners is not None and self._noted.count >= 0:
             self._owners.check()
-        growth = first_look(self._function, *(() if self._structure is None else self._arguments))
+        effects = first_look(self._function, *(() if self._structure is None else self._arguments), counts=True)
         rerun = _Rerun(self._noted, stops=self._early_stop or self._noted.count < 0, error=self._explained)
         differs: Differs | None = None
         try:
@@ -530,8 +532,8 @@ class _Call:
             self.rerun()
             return
         self.store, self.versions = rerun.saved, rerun.versions
-        if growth is not None:
-            growth.tell()
+        if effects is not None:
+            effects.tell()
 
     def _refuse(self, differs: Differs) -> None:
         """Raise the error for a rerun that differs, unless that is in the nature of the operation."""
@@ -645,14 +647,7 @@ class _Call:
             where = f", saved by {function or 'an operation'}{self._at(place)}"
         elif noted is not None:
             where = f", which the first run saved{self._at(noted)}"
-        return CheckpointError(
-            f"the rerun differs from the first run at saved tensor {differs.number:,}{where}: {differs.how}. "
-            "The function has to do the same each time it runs, and `.grad` is not to be "
-            "trusted after this error. Look for a counter, iterator or cache outside its modules and arguments (make "
-            "it an attribute of the module, or an argument), for a variable of a loop that a lambda uses (bind it: "
-            "`lambda x, layer=layer: layer(x)`), for what was changed between forward and backward, for other threads "
-            "that draw from the same random generator, and for kernels that do not repeat"
-        )
+        return _difference(differs, where)
 
     def _at(self, place: Place) -> str:
         path = ""
@@ -739,8 +734,8 @@ class _Rerun:
     def _compare(self, number: int, tensor: torch.Tensor) -> None:
         then, now = self._noted.samples[number], self._noted.sample(tensor)
         if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
-            error = self._error
-            compare_later(then, now, lambda: error(Differs(number, _OTHER_VALUES, in_values=True)))
+            error = partial(_found_later, WeakMethod(self._error), self._noted, number, _like(tensor))
+            compare_later(then, now, error)
         elif then != now and number not in self._noted.exempt:
             raise self.unlike() or Differs(number, f"{_OTHER_VALUES} ({in_words(_like(tensor))})", in_values=True)
 
@@ -780,6 +775,35 @@ class _Rerun:
                     self.saved[number] = copied = tensor.clone()
                     # One that the rerun itself wrote to is refused when it is asked for.
                     self.versions[number] = copied._version if tensor._version == self.versions[number] else -1
+
+
+def _difference(differs: Differs, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"the rerun differs from the first run at saved tensor {differs.number:,}{where}: {differs.how}. "
+        "The function has to do the same each time it runs, and `.grad` is not to be "
+        "trusted after this error. Look for a counter, iterator or cache outside its modules and arguments (make "
+        "it an attribute of the module, or an argument), for a variable of a loop that a lambda uses (bind it: "
+        "`lambda x, layer=layer: layer(x)`), for what was changed between forward and backward, for other threads "
+        "that draw from the same random generator, and for kernels that do not repeat"
+    )
+
+
+def _found_later(
+    explain: WeakMethod[Callable[[Differs], CheckpointError | None]], noted: _Noted, number: int, likeness: Likeness
+) -> CheckpointError | None:
+    """The error for a difference on a device, which is read when the backward ends.
+
+    By then the call may be gone, with its arguments: to keep those of all calls would take much memory. Then nothing is
+    said of tensors that their operations may have left unfilled, since it cannot be found out which these are.
+    """
+    differs, known = Differs(number, _OTHER_VALUES, in_values=True), explain()
+    if known is not None:
+        return known(differs)
+    if number in noted.late:
+        return None
+    place = noted.place(number)
+    where = f", {in_words(likeness)}" if place is None else f" ({place.line})"
+    return _difference(differs, f"{where} (with check_rerun=True it is found in the rerun, with the operation)")
 
 
 def _ignored(_: Any) -> None:

@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from lowtide.torch.layers.nested import Layer, run_lean, through
 from lowtide.torch.lean.call import can_lean, lean_menu
 from lowtide.torch.lean.graph import LeanPoint, LeanSize
 from lowtide.torch.memory import recording
+from lowtide.torch.memory.accelerators import seconds_now
 from lowtide.torch.memory.tracker import (
     Dropped,
     Log,
@@ -212,10 +212,10 @@ class Groups:
         aliases = {key_of(copy): before.names[key_of(old)] for copy, old in zip(copies, before.tensors, strict=True)}
         versions = [copy._version for copy in copies]
         packed: set[int] = set()
-        mark, began = len(log.events), perf_counter()
+        mark, began = len(log.events), seconds_now()
         with watching(log), log.packing(packed, aliases, drop=drop):
             result = self._layers[k](given)
-        seconds = perf_counter() - began
+        seconds = seconds_now() - began
         _, most = log.level(mark, len(log.events))
         after = Places(log, result, aliases)
         self._alone.append(_Alone(before.bytes(), most, seconds, packed))
@@ -278,13 +278,13 @@ class Groups:
 
 def timed(layers: list[Layer], state: Any, cost: StepCost) -> StepCost:
     """The cost with the seconds of another run, without tracking memory, where they are fewer."""
-    since, began = now(), perf_counter()
+    since, began = now(), seconds_now()
     seed = seed_of(through(layers, state))
-    forward, backward = perf_counter() - began, 0.0
+    forward, backward = seconds_now() - began, 0.0
     if seed is not None:
-        began = perf_counter()
+        began = seconds_now()
         pulled(seed, [tensor for tensor in tensors_of(state) if tensor.requires_grad], since)
-        backward = perf_counter() - began
+        backward = seconds_now() - began
     return replace(cost, forward=min(cost.forward, forward), backward=min(cost.backward, backward))
 
 
@@ -479,10 +479,10 @@ class _Meter:
         before = Places(log, state, names)
         held = max(1, before.bytes())  # a chain has at least a byte of state
         packed: set[int] = set()
-        mark, since, began = len(log.events), now(), perf_counter()
+        mark, since, began = len(log.events), now(), seconds_now()
         with watching(log), log.packing(packed):
             result = through(layers, state) if lean is None else run_lean(layers, state, lean)
-        forward = perf_counter() - began
+        forward = seconds_now() - began
         outputs = set(Places(log, result, names).names.values()) - set(before.names.values()) - {0}
         tape = log.bytes(packed - outputs - set(before.names.values()) - self._copies)
         self._given = 0 if last else log.bytes(outputs)
@@ -524,12 +524,12 @@ class _Meter:
         if seed is None:
             return 0, 0.0, 0
         level, _ = log.level(mark, len(log.events), aside)
-        start, began = len(log.events), perf_counter()
+        start, began = len(log.events), seconds_now()
         wanted = [tensor for tensor in state.tensors if tensor.requires_grad]
         ours = [tensor for tensor in wanted if state.names[key_of(tensor)]]
         with watching(log):
             found, others = pulled(seed, [*ours, *(t for t in wanted if not state.names[key_of(t)])], since)
-        seconds = perf_counter() - began
+        seconds = seconds_now() - began
         callers = {log.number(gradient) for gradient in given or ()}
         cotangents = {log.number(gradient) for gradient in found[: len(ours)] if gradient is not None} - callers
         theirs = {log.number(gradient) for gradient in (*found[len(ours) :], *others) if gradient is not None}

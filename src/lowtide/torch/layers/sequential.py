@@ -35,6 +35,7 @@ from lowtide.torch.layers.costs import MeasuredLayers, measure_layers
 from lowtide.torch.layers.nested import Forms, Layer, Runner, through
 from lowtide.torch.layers.outside import Outside
 from lowtide.torch.memory import recording
+from lowtide.torch.memory.accelerators import autocast_now
 
 Layers = nn.Sequential | nn.ModuleList | list[Layer] | tuple[Layer, ...]
 Contexts = Iterable[Callable[[], AbstractContextManager[Any]]]
@@ -373,7 +374,7 @@ def _signature(layers: list[Layer], x: Any) -> Hashable:
         tuple(_module_form(module) for layer in layers for module in _modules(layer)),
         str(form),
         tuple(_leaf_form(leaf) for leaf in leaves),
-        tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        autocast_now(),
         torch.get_default_dtype(),
     )
 

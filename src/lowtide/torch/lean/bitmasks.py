@@ -1,12 +1,19 @@
-"""Masks and spikes as bits: a tensor of two different numbers, one of them 0, takes one bit for each element."""
+"""Masks and spikes as bits: a tensor of two different numbers, one of them 0, takes one bit for each element.
+
+On a device only masks do: which number spikes have, and that there is no other, could not be told without waiting.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.torch.memory.accelerators import is_of_host
 
 _BIT_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)  # little-endian, as numpy packs here
 
@@ -29,9 +36,8 @@ class Bits:
         """The tensor, flat, recovered from its bits."""
         if bits.device.type == "cpu":
             ones = torch.from_numpy(np.unpackbits(bits.numpy(), count=self.count, bitorder="little"))
-        else:  # pragma: no cover  (needs a GPU)
-            weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=bits.device)
-            ones = (bits[:, None] & weights).ne(0).view(-1)[: self.count]
+        else:
+            ones = (bits[:, None] & _bit_weights(bits.device)).ne(0).view(-1)[: self.count]
         if self.dtype is torch.bool:
             return ones.to(torch.bool)
         return ones.to(self.dtype).mul_(self.number)
@@ -61,14 +67,21 @@ def bytes_in_bits(tensor: torch.Tensor) -> int | None:
     count = tensor.numel()
     if not count or count * tensor.element_size() != tensor.untyped_storage().nbytes():
         return None
-    return -(-count // 8) if tensor.dtype is torch.bool or tensor.dtype.is_floating_point else None
+    if tensor.dtype is torch.bool or (tensor.dtype.is_floating_point and is_of_host(tensor.device)):
+        return -(-count // 8)
+    return None
+
+
+@cache
+def _bit_weights(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False), _disable_current_modes():
+        return torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=device)
 
 
 def _packed(ones: torch.Tensor) -> torch.Tensor:
     if ones.device.type == "cpu":
         # Cloned so that `measure` counts it: it does not see memory that numpy allocates.
         return torch.from_numpy(np.packbits(ones.numpy(), bitorder="little")).clone()
-    padded = torch.zeros(-(-len(ones) // 8) * 8, dtype=torch.uint8, device=ones.device)  # pragma: no cover
-    padded[: len(ones)] = ones  # pragma: no cover  (needs a GPU)
-    weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=ones.device)  # pragma: no cover
-    return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)  # pragma: no cover
+    padded = torch.zeros(-(-len(ones) // 8) * 8, dtype=torch.uint8, device=ones.device)
+    padded[: len(ones)] = ones
+    return (padded.view(-1, 8) * _bit_weights(ones.device)).sum(1, dtype=torch.uint8)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from lowtide.planners.cut import Cut, Operation, Value, everything, frontier, le
 from lowtide.sizes import format_size, parse_budget
 from lowtide.torch.lean.bitmasks import bits_of, bytes_in_bits
 from lowtide.torch.lean.trace import Op, Pack, Source, StorageView, Trace
+from lowtide.torch.memory.accelerators import seconds_now
 
 _MOST_RECIPES = 64  # cached for one graph, each for another size of tape
 _HEAVY_FACTOR = 30  # a heavy operation takes about this many times as long as moving its bytes
@@ -336,13 +336,13 @@ def _size_in_bits(trace: Trace, tensor: torch.Tensor) -> tuple[int, float] | Non
     if device is not None:
         size = bytes_in_bits(tensor)
         return None if size is None else (size, 2 * device.seconds(0, tensor.nbytes + size, tensor.dtype))
-    began = perf_counter()
+    began = seconds_now()
     row = bits_of(tensor)
     if row is None:
         return None
     bits, packed = row
     bits.tensor(packed)
-    return packed.nbytes, perf_counter() - began
+    return packed.nbytes, seconds_now() - began
 
 
 KEEP, DROP, BITS = range(3)

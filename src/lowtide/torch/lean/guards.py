@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from lowtide.interface.cache import Cache
+from lowtide.torch.memory.accelerators import autocast_now
 
 _MOST_MODULES = 100_000  # called directly, whose trees are cached
 _MOST_CODES = 4096  # functions whose names of globals are cached
@@ -56,8 +57,6 @@ _UNWATCHED_MODULES = frozenset({nn.Linear, nn.Identity, nn.SiLU, nn.Tanh, nn.Sig
 _hooks = itemgetter("_forward_pre_hooks", "_forward_hooks")
 _needs_gradient = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
-_casts = torch.is_autocast_enabled
-_casts_to = torch.get_autocast_dtype
 _default_dtype = torch.get_default_dtype
 
 
@@ -97,8 +96,7 @@ class Guards:
             self._add_aliases()
         for state in states:
             self._add_parameters(state)
-        cuda = (_casts("cuda"), _casts_to("cuda")) if _casts("cuda") else None
-        self.key: Hashable = (*self._key, _casts("cpu") and _casts_to("cpu"), cuda, _default_dtype())
+        self.key: Hashable = (*self._key, autocast_now(), _default_dtype())
 
     # --- arguments: the most frequent kinds first
 

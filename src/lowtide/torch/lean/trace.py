@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lowtide.torch.memory.accelerators import is_of_host, seconds_now
 from lowtide.torch.memory.tracker import Log
 from lowtide.torch.paper.devices import Device
 from lowtide.torch.paper.operations import ALLOCATING, seconds_of, word_of, written_by
@@ -335,9 +335,9 @@ class _WatchingOperations(TorchDispatchMode):
             lambda leaf: tracer.view(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
         inputs = tuple(dict.fromkeys(tracer.number(tensor) for tensor in tensors))
-        began = _now(tensors)
+        began = seconds_now()
         result = func(*args, **kwargs)
-        seconds = _now(tensors) - began
+        seconds = seconds_now() - began
         changes = self._note_changes(func, args, kwargs)
         outputs, made = self._outputs(result, _has_two(func, args, tracer))
         if torch.Tag.data_dependent_output in func.tags:
@@ -348,7 +348,7 @@ class _WatchingOperations(TorchDispatchMode):
         if tracer.device is not None:
             seconds = seconds_of(func, args, kwargs, result, tracer.device)
         elif not never and seconds < _SHORT_SECONDS:
-            seconds = min(seconds, _seconds_again(func, args, kwargs, tensors))
+            seconds = min(seconds, _seconds_again(func, args, kwargs))
         tracer.ops.append(Op(func, viewed_args, viewed_kwargs, inputs, outputs, seconds, never, tracer.time))
         return result
 
@@ -378,22 +378,14 @@ class _WatchingOperations(TorchDispatchMode):
         return tuple(views), made
 
 
-def _seconds_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> float:
+def _seconds_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """The least seconds of running an operation again, which is allowed, because it changes and draws nothing."""
     times = []
     for _ in range(_TIMINGS_OF_A_SHORT_OPERATION):
-        began = _now(tensors)
+        began = seconds_now()
         func(*args, **kwargs)
-        times.append(_now(tensors) - began)
+        times.append(seconds_now() - began)
     return min(times)
-
-
-def _now(tensors: list[torch.Tensor]) -> float:
-    for tensor in tensors:
-        if tensor.is_cuda:  # pragma: no cover  (needs a GPU)
-            torch.cuda.synchronize(tensor.device)
-            break
-    return perf_counter()
 
 
 # Operations after which two different numbers are still two.
@@ -416,7 +408,7 @@ def _has_two(func: Any, args: tuple[Any, ...], tracer: Tracer) -> bool:
     return False
 
 
-# On a GPU these add in an order that differs from run to run.
+# On an accelerator these may add in an order that differs from run to run.
 _UNORDERED = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_put", "bincount", "histc", "cumsum"})
 # Operations that take much longer than reading their arguments: names, or longer parts of names.
 _HEAVY = (
@@ -551,7 +543,7 @@ def _why_never_at_all(func: Any) -> str:
 
 def _why_not_with(func: Any, tensors: list[torch.Tensor], arguments: list[Any], reads_numbers: bool) -> str:
     name = word_of(func)
-    if any(tensor.is_cuda for tensor in tensors) and name in _UNORDERED:  # pragma: no cover  (needs a GPU)
+    if name in _UNORDERED and not all(is_of_host(tensor.device) for tensor in tensors):
         return "adds in any order"
     if any(_is_odd(tensor) for tensor in tensors):
         return "reads a view that is conjugated"

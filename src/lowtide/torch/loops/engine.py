@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
-from lowtide.torch.loops.pullback import Piece, Pullback
+from lowtide.torch.loops.probe import Lookout, Unlike
+from lowtide.torch.loops.pullback import LateGradientError, Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
-from lowtide.torch.state.capture import now
+from lowtide.torch.state.capture import now, spare_hooks
+from lowtide.torch.state.samples import one_backward
 from lowtide.torch.state.surroundings import first_look
 
 
@@ -29,54 +32,94 @@ class Engine:
     """A loop's snapshots and tapes, from its first step to the end of its backward.
 
     `ahead` are its first steps, which the runner has already run; they are played by using their states and tapes.
+    Within a budget, `lookout` says what to do if steps turn out not to be alike.
     """
 
-    def __init__(self, runner: StepRunner, actions: Callable[[], Iterator[Action]], ahead: list[Ahead]) -> None:
+    def __init__(
+        self,
+        runner: StepRunner,
+        actions: Callable[[], Iterator[Action]],
+        ahead: list[Ahead],
+        lookout: Lookout | None = None,
+    ) -> None:
         self.runner = runner
         self.ahead = ahead
         self._actions = actions
+        self._lookout = lookout
         self._pending: Iterator[Action] | None = None  # the actions that are left for the backward
         self._snapshots: dict[int, Snapshot] = {}  # by step
         self._pieces: list[Piece] = []  # tapes that wait for their backward, end to end
         self._connected = False  # whether the current state is part of the graph of the last piece
         self._pullback: Pullback | None = None
+        self._final_flags: list[bool] | None = None  # through which parts of the final state gradients can come back
 
     def sweep(self) -> list[Any]:
         """Play up to the first Backward or Restore; the leaves of the final state."""
-        actions = self._actions()
         with self.runner.ambient.uncached():
+            while not self._swept(self._actions()):
+                self._plan_again()
+        waiting = [snapshot for snapshot, _ in self.ahead]
+        return self.runner.end_first_runs([*self._snapshots.values(), *waiting])
+
+    def _swept(self, actions: Iterator[Action]) -> bool:
+        """Whether the actions could be played up to the first Backward or Restore: steps are as the plan takes them."""
+        try:
             for action in actions:
                 if isinstance(action, Backward | Restore):
                     self._pending = chain([action], actions)
                     break
                 self._play(action)
-        waiting = [snapshot for snapshot, _ in self.ahead]
-        return self.runner.end_first_runs([*self._snapshots.values(), *waiting])
+        except Unlike:  # nothing is done here, because what the error refers to lives as long as it is handled
+            return False
+        return True
+
+    def _plan_again(self) -> None:
+        """Give up what is held, and plan the whole loop by what its steps are measured to cost."""
+        assert self._lookout is not None
+        self.ahead.clear()
+        self._snapshots.clear()
+        self._pieces.clear()
+        self._connected = False
+        self._actions = self._lookout.plan_again(self.runner.length).actions
+        self.runner.rewind()
 
     def backward(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Play the rest; the gradients of the differentiable start, then of the inputs, then of captured tensors."""
         runner = self.runner
         actions, self._pending = self._pending, None
-        self._pullback = pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length)
-        since, growth = now(), first_look(*runner.hidden.roots)
+        since, effects = now(), first_look(*runner.hidden.roots, counts=False)
         with runner.rerunning():
-            try:
-                if actions is None:  # a second backward through a retained graph plays everything again
-                    self._resume(0, runner.begin)
-                    actions = self._actions()
-                for action in actions:
-                    self._play(action)
-            finally:
-                self._snapshots.clear()
-                self._pieces.clear()
-                self._pullback = None
+            pullback = self._play_backward(grads, actions)
+            while pullback is None:
+                pullback = self._play_backward(grads, None)
         runner.refuse_collected(since)
-        if growth is not None:
-            growth.tell()
+        if effects is not None:
+            effects.tell()
         runner.end_progress()
         # The first tape may have been made when part of the state was not known yet, which then has no gradient there.
         starts = [g for g, flag in zip(pullback.state, runner.given_flags, strict=False) if flag]
         return [*starts, *pullback.xs(), *pullback.captured]
+
+    def _play_backward(self, grads: list[torch.Tensor | None], actions: Iterator[Action] | None) -> Pullback | None:
+        """Play these actions, or all of them once more; what they pulled back, None if that has to begin again."""
+        runner = self.runner
+        self._pullback = runner.pullback(grads, runner.inputs.differentiable, runner.length, self._final_flags)
+        try:
+            if actions is None:
+                self._resume(0, runner.begin)
+                actions = self._actions()
+            with one_backward(grads):
+                for action in actions:
+                    self._play(action)
+            return self._pullback
+        except LateGradientError as late:
+            if not runner.let_flow(late.positions):
+                raise
+            return None
+        finally:
+            self._snapshots.clear()
+            self._pieces.clear()
+            self._pullback = None
 
     def end_at(self, length: int, actions: Callable[[], Iterator[Action]]) -> None:
         """Set the length of a loop that turns out to end after `length` steps; `actions` play all of it once more."""
@@ -85,9 +128,13 @@ class Engine:
 
     def result_flags(self) -> list[bool]:
         """For each result of the outputs, then each part of the final state, whether it has a gradient."""
+        outputs, self._final_flags = self._result_flags()
+        return [*outputs, *self._final_flags]
+
+    def _result_flags(self) -> tuple[list[bool], list[bool]]:
         profile, outputs = self.runner.profile, self.runner.outputs
         if not self._pieces:
-            return [*profile.outputs, *profile.state]
+            return profile.outputs, self.runner.final_flags
         last = self._pieces[-1]
         gradients = [bool(column) for column in last.outputs]
         profile.outputs[:] = [a or b for a, b in zip(profile.outputs, gradients, strict=True)]
@@ -95,7 +142,7 @@ class Engine:
             gradients = [bool(column) and column[-1][0] == self.runner.length - 1 for column in last.outputs]
         else:
             gradients = profile.outputs
-        return [*gradients, *(edge is not None for edge in last.ends)]
+        return gradients, [edge is not None for edge in last.ends]
 
     # --- actions
 
@@ -117,7 +164,12 @@ class Engine:
     def _run(self, run: Callable[[int, int], None], start: int, stop: int) -> None:
         """Run steps. That an iterator or a list has come to its end by the time of a rerun is said to be that."""
         try:
-            run(start, stop)
+            if start < (middle := min(stop, self.runner.already)):
+                with self.runner.repeating():
+                    run(start, middle)
+                start = middle
+            if start < stop:
+                run(start, stop)
         except (StopIteration, LookupError) as error:
             if self._pullback is None:
                 raise
@@ -128,9 +180,25 @@ class Engine:
         while self.ahead and start < stop:
             self.ahead.pop(0)
             start += 1
-        if start < stop:
+        while start < stop and self._looks_at(start):
             self._disconnect()
+            self._watched(start)
+            start += 1
+        self._disconnect()
+        if start < stop:
             self.runner.advance(start, stop)
+
+    def _looks_at(self, k: int) -> bool:
+        return self._lookout is not None and self._lookout.looks_at(k)
+
+    def _watched(self, k: int, onto: Piece | None = None) -> Piece:
+        """The tape of step k, which is measured meanwhile."""
+        assert self._lookout is not None
+        piece = self._lookout.watch(k, partial(self.runner.tape, k, k + 1, put=False, onto=onto))
+        self.runner.put_last(k)
+        self.runner.check_tape(k + 1)
+        self._connected = True
+        return piece
 
     def _snapshot(self) -> Snapshot:
         if self.ahead:
@@ -157,16 +225,26 @@ class Engine:
             self._pieces.append(piece)
             recording.count(taping=1)
             start += 1
+        while start < stop and self._looks_at(start):
+            self._pieces.append(self._watched(start, self._last_piece()))
+            recording.count(taping=1)
+            start += 1
         if start < stop:
             if self.runner.proof.compares_graphs:
                 self._pieces += [self.runner.tape(k, k + 1) for k in range(start, stop)]
             else:
-                # A tape that continues another one is the same piece: the state between them needs no root.
-                onto = self._pieces.pop() if self._connected else None
-                self._pieces.append(self.runner.tape(start, stop, onto=onto))
+                self._pieces.append(self.runner.tape(start, stop, onto=self._last_piece()))
             recording.count(taping=stop - start)
             self.runner.check_tape(stop)
             self._connected = True
+
+    def _last_piece(self) -> Piece | None:
+        """The piece to be made longer by the next tape: one that continues another is the same piece.
+
+        The state between them then needs no root.
+        """
+        apart = self.runner.proof.compares_graphs or (self._lookout is not None and self._lookout.tapes_apart)
+        return self._pieces.pop() if self._connected and not apart else None
 
     def _tape_ahead_again(self, start: int, stop: int) -> int:
         """Run steps that were run ahead, but whose tapes were not all kept, once more to tape them; where they end.
@@ -192,6 +270,8 @@ class Engine:
     def _pull(self, start: int) -> None:
         assert self._pullback is not None
         self.runner.forget_carry()
+        if self._lookout is not None and self._lookout.uneven:
+            self.runner.forget_hidden()
         self._connected = False
         while self._pieces and self._pieces[-1].start >= start:
             piece = self._pieces.pop()
@@ -205,14 +285,16 @@ class Engine:
 def run_loop(engine: Engine) -> tuple[Any, list[Any]]:
     """Run the engine's loop; the final carry and the results of outputs, as tensors of the user's graph."""
     runner = engine.runner
-    tensors = [*runner.start_tensors(), *runner.inputs.differentiable, *runner.captured.tensors]
+    tensors = runner.differentiated()
     box: list[Any] = []
     since, kept, token = now(), _Lasting(engine), torch.empty(0, device="cpu")
-    results = iter(_Loop.apply(kept, box, token, *tensors))  # type: ignore[no-untyped-call]  # torch's own
+    results = _Loop.apply(kept, box, token, *tensors)  # type: ignore[no-untyped-call]  # torch's own
     saved = weakref.ref(token)
     del token
     kept.as_long_as(saved())
-    merged = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in box]
+    # What was one tensor in several places is one tensor there again.
+    made = dict(zip(_tensors_by_id(box), results, strict=True))
+    merged = [made.get(id(leaf), leaf) for leaf in box]
     runner.refuse_changed()
     runner.refuse_collected(since)
     count = len(runner.profile.outputs)
@@ -256,10 +338,10 @@ class _Loop(torch.autograd.Function):
         engine = kept.engine
         assert engine is not None
         finals = engine.sweep()
-        results = [*engine.runner.outputs.results(), *finals]
+        results = [*engine.runner.results(finals), *finals]
         flags = engine.result_flags()
         ctx.kept = kept
-        ctx.tensor_places = [k for k, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
+        ctx.tensor_places = list(_tensors_by_id(results).values())
         ctx.total = len(results)
         ctx.save_for_backward(token, *tensors)
         ctx.set_materialize_grads(False)
@@ -267,7 +349,7 @@ class _Loop(torch.autograd.Function):
         ctx.mark_non_differentiable(*plain)
         recording.leave_out(results)
         box += results
-        return tuple(leaf for leaf in results if isinstance(leaf, torch.Tensor))
+        return tuple(results[place] for place in ctx.tensor_places)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -282,8 +364,20 @@ class _Loop(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: no plan is played, and memory is that of a plain loop
             return (None, None, None, *_differentiable(engine.runner, tensors, placed))
         found = engine.backward(placed)
+        for tensor, grad in zip(tensors, found, strict=True):
+            if grad is None:
+                spare_hooks(tensor)
         recording.leave_out(found)
         return (None, None, None, *found)
+
+
+def _tensors_by_id(leaves: list[Any]) -> dict[int, int]:
+    """The place of each tensor, the first one if it has several, by identity."""
+    places: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            places.setdefault(id(leaf), place)
+    return places
 
 
 def _differentiable(
@@ -327,7 +421,7 @@ def _plain_again(runner: StepRunner, given: list[torch.Tensor]) -> list[Any]:
         runner.hidden.write(runner.begin.hidden)
         runner.hidden.replace(start[count:])
         runner.random.restore(runner.begin.random)
-        carry = stepper.form.unflatten(start[:count])
+        carry = stepper.first.form.unflatten(start[:count])
         for k, x in enumerate(rows):
             carry, y = stepper.call(k, carry, x)
             outputs.keep(k, runner.inputs.place(k), y)

@@ -56,6 +56,7 @@ class Inputs:
 
     def __init__(self, xs: Any, length: int | None, reverse: bool) -> None:
         self._form = form_of(xs)
+        self._lists = _lists_in(xs)
         leaves = self._form.flatten(xs)
         names = self._form.names("xs")
         lengths = {name: _length(leaf, name) for leaf, name in zip(leaves, names, strict=True)}
@@ -65,6 +66,14 @@ class Inputs:
         self._single = self._sources[0] if type(self._form.unflatten(self._sources)) is torch.Tensor else None
         self.differentiable = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self._wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+
+    def explain(self, error: Exception) -> None:
+        """Add to an error of the first step what its author may not have meant by the inputs."""
+        for length in self._lists:
+            error.add_note(
+                f"xs has a list of {length:,} tensors, and each step gets a list of {length:,}: one row of each. To "
+                "give each step one item of the list, stack it: torch.stack(xs), or wrap it: lt.Steps(xs)"
+            )
 
     def place(self, k: int) -> int:
         """The index of the item that step k gets, and of its output."""
@@ -127,16 +136,28 @@ class Inputs:
         return self._form.unflatten([source.new_zeros(source.shape[1:]) for source in self._sources])
 
 
+def _lists_in(xs: Any) -> list[int]:
+    """The lengths of lists of tensors that are given as inputs: somebody may mean one item for each step."""
+    parts = xs if isinstance(xs, tuple) else (xs,)
+    return [len(p) for p in parts if isinstance(p, list) and p and all(isinstance(t, torch.Tensor) for t in p)]
+
+
 def _common_length(lengths: dict[str, int | None], length: int | None) -> int:
     """The number of steps on which all inputs that have one agree; `length` is the caller's."""
     known = {name: size for name, size in lengths.items() if size is not None}
     if length is not None:
         known["length"] = whole_number(length, "length", least=0)
     if not known:
-        raise InputError("how many steps? give length=, or xs with tensors or Steps that have a length")
+        raise InputError(
+            "how many steps? give length=, or xs with tensors or Steps that have a length (the arguments of a scan are "
+            "f, init, xs: the first carry comes before the inputs)"
+        )
     if len(set(known.values())) > 1:
         sizes = ", ".join(f"{name}: {size:,}" for name, size in known.items())
-        raise InputError(f"unequal numbers of steps ({sizes}); give all of them the same first axis")
+        raise InputError(
+            f"unequal numbers of steps ({sizes}); give all of them the same first axis, and stack a list that has one "
+            "item for each step: torch.stack(xs), or lt.Steps(xs)"
+        )
     return next(iter(known.values()))
 
 

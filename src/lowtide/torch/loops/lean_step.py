@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.errors import InputError
 from lowtide.interface.cache import Cache
 from lowtide.torch.lean.call import lean
 from lowtide.torch.lean.guards import Guards
@@ -30,14 +31,24 @@ _needed: Cache[int] = Cache(_MOST_STEPS_KNOWN)
 
 
 class LeanStep:
-    """`f(carry, x)` with a lean tape; `target` is the user's own function, for its name."""
+    """`f(carry, x)` with a lean tape; `target` is the user's own function, for its name.
 
-    def __init__(self, f: Callable[[Any, Any], Any], hidden: Hidden, target: Any) -> None:
+    `before` is called with each carry before the step, and is no part of it.
+    """
+
+    def __init__(
+        self,
+        f: Callable[[Any, Any], Any],
+        hidden: Hidden,
+        target: Any,
+        before: Callable[[Any], Any] = lambda carry: carry,
+    ) -> None:
         def step(carry: Any, x: Any, *_: Any) -> Any:
             return f(carry, x)
 
         step.__qualname__ = f"a step of {getattr(target, '__qualname__', type(target).__name__)}"
         self._step = step
+        self._before = before
         self._kind: object = getattr(target, "__code__", type(target))
         self._hidden = hidden
         self._modules: list[nn.Module] = []
@@ -48,16 +59,28 @@ class LeanStep:
 
     def __call__(self, carry: Any, x: Any) -> Any:
         """Run a step."""
+        carry = self._before(carry)
         state = self._hidden.leaves()
         if self._held is None:
-            return lean(self._step, carry, x, state, self._roots())
+            return self._run(carry, x, state)
         self._compare_numbers(carry, x)
         given = tensors_of((carry, state))
         before = _others(given)
-        result = lean(self._step, carry, x, state, self._roots())
+        result = self._run(carry, x, state)
         after = _others([*given, *tensors_of((result, self._hidden.leaves()))])
         self._held |= {key for key, others in after.items() if others > before.get(key, 0)}
         return result
+
+    def _run(self, carry: Any, x: Any, state: list[torch.Tensor]) -> Any:
+        try:
+            return lean(self._step, carry, x, state, self._roots())
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise InputError(
+                f"the step uses a transform of torch.func, of which no lean tape can be made ({error}); leave out "
+                "lean=True"
+            ) from error
 
     def _compare_numbers(self, carry: Any, x: Any) -> None:
         # Two lists, because the first changes its length where a state begins as a number and becomes a tensor: that is

@@ -8,7 +8,7 @@ checkpointed loop is a plain one that keeps no tapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from lowtide.plan import Plan
 from lowtide.torch.loops.compiling import use_compiled
 from lowtide.torch.loops.engine import Engine, run_loop
 from lowtide.torch.loops.inputs import Inputs
+from lowtide.torch.loops.kernels import try_without_grad
 from lowtide.torch.loops.lean_step import LeanStep
 from lowtide.torch.loops.outputs import Outputs
 from lowtide.torch.loops.probe import Probed, probe
@@ -31,6 +32,7 @@ from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient, gradients_aside
 from lowtide.torch.state.generators import Randomness
 from lowtide.torch.state.hidden import Hidden
+from lowtide.torch.state.transforms import refuse_transforms
 from lowtide.torch.state.trees import form_of
 
 Contexts = Iterable[Callable[[], AbstractContextManager[Any]]]
@@ -240,9 +242,10 @@ def _plain(loop: Loop, pbar: Any) -> tuple[Any, Any]:
     if loop.inputs.length == 0:
         return loop.result(loop.begin(), _nothing(loop, stepper, outputs))
     keep, rows = torch.is_grad_enabled(), loop.inputs.connected(loop.inputs.differentiable)
-    carry = stepper.form.unflatten(stepper.init)
+    carry = stepper.begin()
     for k, x in enumerate(rows):
-        carry, y = stepper.call(k, carry, x)
+        with loop.explaining() if k == 0 else nullcontext():
+            carry, y = stepper.call(k, carry, x)
         if keep:
             outputs.keep(k, loop.inputs.place(k), y)
         else:
@@ -261,7 +264,7 @@ def _nothing(loop: Loop, stepper: Stepper, outputs: Outputs) -> Any:
     hidden, random = Hidden((loop.target,)), Randomness(())
     try:
         with torch.no_grad(), hidden.meeting_modules():
-            _, y = stepper.call(0, stepper.form.unflatten(stepper.init), loop.inputs.blank())
+            _, y = stepper.call(0, stepper.begin(), loop.inputs.blank())
         recording.count(probe=1)
     finally:
         hidden.undo()
@@ -297,9 +300,13 @@ def _runner(loop: Loop, extras: _Extras, pbar: Any, advance_with_grad: bool) -> 
 def _checkpointed(loop: Loop, knob: Knobs, extras: _Extras, pbar: Any, advance_with_grad: bool) -> tuple[Any, Any]:
     if not torch.is_grad_enabled() or loop.inputs.length == 0 or recording.runs_plainly():
         return _plain(loop, pbar)
+    if knob.plan is not None and knob.plan.schedule.disk is not None:
+        raise InputError("a loop keeps its snapshots in memory, and this plan has some on disk; plan without disk=")
+    refuse_transforms("a checkpointed loop", "lt.scan" if loop.has_carry else "lt.for_loop")
     runner = _runner(loop, extras, pbar, advance_with_grad)
     try:
-        engine = (_compiled if extras.compile else _planned)(runner, loop, knob, extras)
+        with loop.explaining():
+            engine = (_compiled if extras.compile else _planned)(runner, loop, knob, extras)
         carry, results = run_loop(engine)
     except LowtideError:
         runner.restart()
@@ -310,7 +317,32 @@ def _checkpointed(loop: Loop, knob: Knobs, extras: _Extras, pbar: Any, advance_w
 def _planned(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> Engine:
     """Probe the step, and plan."""
     probed = _probe(runner, knob, extras)
-    return Engine(runner, knob.choose(probed.costs, loop.inputs.length).actions, probed.ahead)
+    plan, goes_on = _first_plan(probed, knob, loop.inputs.length, look=False)
+    if knob.plan is not None:
+        refuse_larger_state(runner, plan)
+    if plan.bill.plain_runs:
+        try_without_grad(runner, probed.ahead, loop.target)
+    if not goes_on:
+        runner.rewind()
+    lookout = None if knob.budget is None else probed.lookout
+    return Engine(runner, plan.actions, probed.ahead if goes_on else [], lookout)
+
+
+def _first_plan(probed: Probed, knob: Knobs, length: int, *, look: bool) -> tuple[Plan, bool]:
+    """The plan for what the first steps cost, and whether it can go on from them; `look` as in `Lookout.plan`."""
+    if knob.budget is None or probed.costs is None or probed.lookout is None:
+        return knob.choose(probed.costs, length), True
+    return probed.lookout.plan(probed.costs, look=look)
+
+
+def refuse_larger_state(runner: StepRunner, plan: Plan) -> None:
+    """Refuse to keep to a budget with a plan that was made for a smaller state, as that of a smaller batch."""
+    planned, now = plan.chain[0].state, runner.state_bytes()
+    if plan.knob.name == "budget" and now > planned:
+        raise InputError(
+            f"the plan keeps a budget with {planned:,} B of state at each step, and this loop's state has {now:,} B "
+            "(of a larger batch?); plan again with these arguments, or pass budget= in place of plan="
+        )
 
 
 def _compiled(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> Engine:
@@ -352,7 +384,7 @@ def _plan(loop: Loop, knob: Knobs, hidden: tuple[str, ...], lean: bool) -> Plan:
     try:
         with torch.enable_grad(), gradients_aside(parameters), recording.recomputing():
             probed = _probe(runner, knob, extras, measure=True)
-        recording.count(probe=len(probed.ahead))
-        return knob.choose(probed.costs, loop.inputs.length)
+            recording.count(probe=len(probed.ahead))
+            return _first_plan(probed, knob, loop.inputs.length, look=True)[0]
     finally:
         runner.forget_probe()

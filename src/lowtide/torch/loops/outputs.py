@@ -153,7 +153,10 @@ class Sums(Outputs):
         assert self.form is not None
         for leaf in self.form.flatten(y):
             if not isinstance(leaf, torch.Tensor):
-                raise InputError(f'reduce="{"mean" if self._mean else "sum"}" needs tensors, the output is {leaf!r}')
+                raise InputError(
+                    f'reduce="{"mean" if self._mean else "sum"}" needs tensors, the output is {leaf!r}; return the '
+                    "tensor itself, without .item() or float(), or a fold of your own: reduce=(0, fold)"
+                )
             if self._mean and not (leaf.is_floating_point() or leaf.is_complex()):
                 raise InputError(
                     f'reduce="mean" needs outputs that can be divided, this one is {leaf.dtype}; use "sum"'

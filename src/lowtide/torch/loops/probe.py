@@ -5,15 +5,19 @@ are. Steps are probed until it is settled through which parts of the state gradi
 runner runs them and learns from them; here is decided which are run, and what of their bytes and seconds a plan has to
 know.
 
-Costs are measured on the last one probed, because the first is often not typical (no state yet, no gradient).
+A plan takes all steps to cost what the last one probed does, because the first is often not typical (no state yet, no
+gradient). A few more are measured while the plan's first sweep runs them (`Lookout`). If one of them keeps or needs
+other amounts, as with a cache that grows, the whole loop is run once to measure every step, and planned again as a
+chain of unequal ones. Within a budget it is also measured again, without keeping a tape meanwhile, before the budget is
+refused: so the least budget that the error names is what the plan for it takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from time import perf_counter
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -21,44 +25,66 @@ import torch
 from lowtide.chain import Chain, StepCost, Ways, Working
 from lowtide.errors import BudgetError
 from lowtide.plan import Plan
-from lowtide.planners.choose import choose, least_budget
-from lowtide.planners.revolve import MORE_ROOM, slots_within
+from lowtide.planners.choose import choose, least_budget, refused
+from lowtide.planners.revolve import slots_within
 from lowtide.sizes import parse_budget
 from lowtide.torch.loops.lean_step import LeanStep
 from lowtide.torch.loops.outputs import like_of
 from lowtide.torch.loops.pullback import Piece
 from lowtide.torch.loops.runner import Ahead, StepRunner
 from lowtide.torch.memory import recording
-from lowtide.torch.memory.tracker import Memory, storage_bytes, watching
+from lowtide.torch.memory.accelerators import seconds_now
+from lowtide.torch.memory.tracker import Memory, key_of, storage_bytes, storage_of, tensors_of, watching
 from lowtide.torch.state.capture import as_it_was_packed
-from lowtide.torch.state.generators import mark_bytes
+from lowtide.torch.state.generators import Mark
 
-# Gradients may need a few steps to reach every part of the state; a longer delay is found out later, and refused.
+# Gradients may need a few steps to reach every part of the state; where they need more, all steps are taped at first.
 _MOST_PROBED_STEPS = 16
+# So many of the first steps are measured one by one, to find out whether they are alike. A pattern that repeats every
+# five steps is met twice.
+LOOKED_AT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedCosts:
-    """What the probes measured: the chain, whose two ways of taping differ.
+    """What was measured: the chain, and the bytes that measuring took, which a budget has to have room for.
 
-    A stretch of several steps needs a little more beside its tape than one step does: its start and its current state,
-    and one more sum of gradients. And measuring takes memory of its own, which a budget has to have room for.
+    Attributes:
+        chain: the steps; those of equal ones have two ways of taping. A stretch of several steps needs a little more
+            beside its tape than one step does: its start and its current state, and one more sum of gradients.
+        floor: the most bytes that measuring held.
+        keeps_from: the least budget with which the probe keeps the tapes of the steps that it runs.
+        spare: the bytes of those tapes, if this probe did not keep them.
     """
 
     chain: Chain
-    ways: Ways
+    floor: int
+    keeps_from: int
+    spare: int
     rooms: ClassVar[bool] = False  # tensors come and go: what one frees another may use
+
+    def bytes_of(self, budget: int | str | None) -> int:
+        """The bytes of a budget that may be a share of all tapes."""
+        assert budget is not None
+        return parse_budget(budget, self.chain.plain_tape)
 
     def within(self, budget: int) -> Plan:
         """The plan with the fewest reruns that keeps the budget."""
+        self.check(budget)
         return choose(self.chain, budget)
 
     def slots_within(self, budget: int) -> int:
         """The most snapshots that the budget has room for, taping one step at a time."""
-        least = least_budget(self.chain)
+        self.check(budget)
+        assert self.chain.ways is not None  # steps of a loop without end are taken to be alike
+        return slots_within(self.chain.ways.single, budget)
+
+    def check(self, budget: int) -> None:
+        """Refuse a budget that no plan fits, or that measuring has exceeded."""
+        least = max(self.floor, least_budget(self.chain))
         if budget < least:
-            raise BudgetError(budget, least, MORE_ROOM)
-        return slots_within(self.ways.single, budget)
+            # With a budget so large that tapes are kept while others are measured, measuring takes that much more.
+            raise refused(self.chain, budget, least + (self.spare if least >= self.keeps_from else 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +93,7 @@ class Probed:
 
     costs: ProbedCosts | None
     ahead: list[Ahead]
+    lookout: Lookout | None = None
 
 
 def probe(
@@ -94,28 +121,42 @@ def probe(
         goes_on: whether there is a step k; by default, if it is one of the loop's length.
     """
     goes_on = goes_on or (lambda k: k < runner.length)
-    meter = Meter(runner.stepper.lean) if costs else None
+    meter = Meter(runner.stepper.lean, timed=times) if costs else None
+    keeps_from = 0
     with runner.ambient.uncached():
         piece, meter = _first(runner, captures, meter)
         if budget is not None and meter is not None:
-            keep = _all_tapes_fit(runner, meter, budget)
+            keeps_from = _room_to_keep(runner, meter)
+            keep = parse_budget(budget, max(1, runner.length * meter.memory.now)) >= keeps_from
         ahead: list[Ahead] = [(runner.begin, piece if keep else None)]
         before = runner.begin.all_leaves()
+        like = _NOTHING if keep else None
+        seen = [] if meter is None else [_step_bytes(runner, meter, piece, before, like=_NOTHING)]
         settled = False
         while not settled and len(ahead) < _MOST_PROBED_STEPS and goes_on(len(ahead)):
             piece = None  # one tape at a time, but for those ahead: the next one is measured
             before = runner.let_go()
             piece, settled = _next(runner, ahead, meter)
+            if meter is not None:
+                seen.append(_step_bytes(runner, meter, piece, before, like=like))
+        if not settled:
+            runner.follow_flow()
         if runner.stepper.lean is not None and (meter is not None or keep):
             piece = None
-            piece, before = _rehearse(runner, ahead, meter, keep=keep)
-        measured = None
+            piece, seen = _rehearse(runner, ahead, meter, keep=keep)
+        measured, lookout = None, None
+        spare = 0 if keep else sum(step.tape for step in seen)
         if meter is not None:
-            measured = _costs(runner, meter, piece, before, pulls=pulls, keep=keep, times=times)
-            if pulls and not keep:  # that pull has used up the last step's tape
-                ahead[-1] = (ahead[-1][0], None)
+            if pulls and piece is not None:
+                seen[-1] = _pulled(runner, meter, piece, seen[-1], keep=keep)
+                if not keep:  # that pull has used up the last step's tape
+                    ahead[-1] = (ahead[-1][0], None)
+            del piece
+            lookout = Lookout(runner, meter, seen, budget, times=times, keeping=(keeps_from, spare))
     runner.end_learning()
-    return Probed(measured, ahead)
+    if lookout is not None:
+        measured = lookout.equal(seen[-1], runner.length)
+    return Probed(measured, ahead, lookout)
 
 
 def _first(
@@ -131,7 +172,7 @@ def _first(
                 raise
             # The transforms of `torch.func` allow no hooks around them.
             runner.forget_probe()
-            return _first(runner, captures, Meter(hooked=False))
+            return _first(runner, captures, Meter(hooked=False, timed=meter.timed))
         serves = runner.learn_first(piece, watch, captures)
     runner.put_last(0)
     return piece if serves else None, meter
@@ -152,16 +193,17 @@ def _next(runner: StepRunner, ahead: list[Ahead], meter: Meter | None) -> tuple[
 
 def _rehearse(
     runner: StepRunner, ahead: list[Ahead], meter: Meter | None, *, keep: bool
-) -> tuple[Piece | None, list[Any]]:
+) -> tuple[Piece | None, list[_StepBytes]]:
     """The same steps once more, with lean tapes, now that it is known what a step depends on.
 
     In doing so the first ones are traced, and by now the last one has been: what is measured of it is what later ones
-    take too. Returns the last one's tape and the state that it began with.
+    take too. Returns the last one's tape and what the steps were measured to hold.
     """
     ahead[:] = [(snapshot, None) for snapshot, _ in ahead]
     last = len(ahead) - 1
     runner.find_moving()
     piece: Piece | None = None
+    seen = []
     with _seeing(meter), runner.repeating():
         runner.restart()
         before = runner.state()
@@ -171,20 +213,21 @@ def _rehearse(
                 before = runner.let_go()
             with _around(meter):
                 piece = runner.tape(k, k + 1, put=False)
+            if meter is not None:
+                seen.append(_step_bytes(runner, meter, piece, before, like=_NOTHING if keep else None))
             if keep or k == last:
                 ahead[k] = (snapshot, piece)
     recording.count(probe=len(ahead))
-    return piece, before
+    return piece, seen
 
 
-def _all_tapes_fit(runner: StepRunner, meter: Meter, budget: int | str) -> bool:
-    """Whether all tapes are likely to fit, after the first step.
+def _room_to_keep(runner: StepRunner, meter: Meter) -> int:
+    """The least budget with which tapes are kept: all of them are likely to fit, going by the first step.
 
     With room to spare, because a tape that is kept makes the next step look more costly.
     """
-    room = 8 * (meter.memory.now + mark_bytes(runner.random.mark(), runner.random.start))
-    tapes = runner.length * meter.memory.now
-    return tapes + room <= parse_budget(budget, max(1, tapes))
+    one = max(meter.memory.now, meter.taped) + _random_bytes(runner.random.mark(), runner.random.start)
+    return runner.length * meter.memory.now + 8 * one + 3 * storage_bytes(runner.captured.targets)
 
 
 # --- what a step costs
@@ -196,16 +239,25 @@ class Meter:
     Hooks tell which tensors the tape holds. Without them, as `torch.func` wants it, that is taken to be all of them.
     """
 
-    def __init__(self, lean: LeanStep | None = None, *, hooked: bool = True) -> None:
+    def __init__(self, lean: LeanStep | None = None, *, hooked: bool = True, timed: bool = True) -> None:
+        self.timed = timed
         self.hooked = hooked and lean is None
         self.memory = Memory()
         self._lean = lean
         self.packed: set[int] = set()  # storages that the tape holds
         self.forward = 0.0  # seconds
-        self.taped = 0  # most bytes more than before, while the step was taped
+        self.made = 0  # bytes that the step made and that are alive after it
+        self.taped = 0  # most bytes at once, while the step was taped, of what it made
         self._room = 0  # the most that a step has needed while it ran, and no longer afterwards
-        self.before = self.after = 0  # bytes alive
         self._old: set[int] = set()  # storages alive before it
+        self._new: set[int] = set()  # storages that it made
+        # Bytes that the step before made and that its tape did not hold, but that lived until this one, as where a hook
+        # keeps the last activations.
+        self.unpacked = 0
+
+    def seconds_now(self) -> float:
+        """The time; where nobody asks for seconds it stands still, because to read it would wait for accelerators."""
+        return seconds_now() if self.timed else 0.0
 
     def seeing(self) -> AbstractContextManager[None]:
         """Count what is made inside."""
@@ -214,32 +266,63 @@ class Meter:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Watch one step being taped."""
+        memory = self.memory
+        self._old = memory.alive()
+        earlier = {key: memory.bytes_of([key]) for key in self._new & self._old}
+        packed = set(self.packed)
         self.packed.clear()
-        self.before = self.memory.now
-        self._old = self.memory.alive()
-        worst, self.memory.peak = self.memory.peak, self.memory.now
-        began = perf_counter()
+        worst, memory.peak = memory.peak, memory.now
+        began = self.seconds_now()
         with self._seeing_tape():
             yield
-        self.forward = perf_counter() - began
-        self.after = self.memory.now
-        self.taped = self.memory.peak - self.before
-        self._room = max(self._room, self.memory.peak - self.after)
-        self.memory.peak = max(self.memory.peak, worst)
+        self.forward = self.seconds_now() - began
+        alive = memory.alive()
+        self._new = alive - self._old
+        self.made = memory.bytes_of(self._new)
+        self.unpacked = sum(earlier[key] for key in earlier.keys() - alive - packed)
+        # A hook that keeps the last activations lets go of older ones meanwhile. In a stretch their tape holds them.
+        self.taped = memory.peak - memory.bytes_of(self._old & alive)
+        self._room = max(self._room, memory.peak - memory.now)
+        memory.peak = max(memory.peak, worst)
 
     def _seeing_tape(self) -> AbstractContextManager[None]:
         if self._lean is not None:
             return self._lean.watched(self.packed)
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, as_it_was_packed) if self.hooked else nullcontext()
+        if not self.hooked:
+            return nullcontext()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None:
+            return torch.autograd.graph.saved_tensors_hooks(self._pack, as_it_was_packed)
+        pack, unpack = hooks
+
+        def packed(tensor: torch.Tensor) -> Any:
+            kept = pack(_without_graph(tensor))
+            self.packed.update(map(key_of, tensors_of(kept)))
+            return kept
+
+        return torch.autograd.graph.saved_tensors_hooks(packed, unpack)
+
+    def packed_anew(self, tensors: list[torch.Tensor]) -> int:
+        """The bytes that hooks around the loop make of tensors that the loop itself saves."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None:
+            return 0
+        before = self.memory.now
+        with self.seeing():
+            held = [hooks[0](_without_graph(tensor)) for tensor in tensors]
+        made = self.memory.now - before
+        del held
+        return made
 
     def leave_room(self, leaves: list[torch.Tensor]) -> None:
         """Raise what the last step needed to the most that any with such leaves needed, if later ones may be traced."""
         if self._lean is not None and self._lean.varies:
             room = self._lean.most_needed(tuple(like_of(leaf) for leaf in leaves), self._room)
-            self.taped = self.after - self.before + room
+            self.taped = self.made + room
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.packed.add(tensor.untyped_storage()._cdata)
+        if (storage := storage_of(tensor)) is not None:
+            self.packed.add(storage._cdata)
         return tensor.detach()  # the tensor itself would keep the graph alive that made it
 
     def saved(self, state: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
@@ -249,17 +332,17 @@ class Meter:
         """
         passing = storage_bytes([t for t in (*state, *outputs) if self._made(t) and not self.keeps(t)])
         kept_state = storage_bytes([t for t in state if self._made(t) and self.keeps(t)])
-        return max(0, self.after - self.before - passing - kept_state)
+        return max(0, self.made - passing - kept_state)
 
     def _made(self, leaf: torch.Tensor) -> bool:
         """Whether the step made the leaf's storage."""
-        return self.memory.knows(leaf) and leaf.untyped_storage()._cdata not in self._old
+        storage = storage_of(leaf)
+        return storage is not None and self.memory.knows(leaf) and storage._cdata in self._new
 
     def keeps(self, leaf: Any) -> bool:
         """Whether the tape holds the leaf's storage."""
-        return isinstance(leaf, torch.Tensor) and (
-            not (self.hooked or self._lean) or leaf.untyped_storage()._cdata in self.packed
-        )
+        storage = storage_of(leaf) if isinstance(leaf, torch.Tensor) else None
+        return storage is not None and (not (self.hooked or self._lean) or storage._cdata in self.packed)
 
 
 def _seeing(meter: Meter | None) -> AbstractContextManager[None]:
@@ -274,38 +357,60 @@ def _around(meter: Meter | None) -> AbstractContextManager[None]:
         return nullcontext()
     # A tape that nobody pulls back would never be freed if hooks such as those of `save_on_cpu` kept its own tensors.
     pack, unpack = hooks
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: pack(t.detach().requires_grad_(t.requires_grad)), unpack)
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: pack(_without_graph(tensor)), unpack)
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
 class _StepBytes:
-    """Bytes of the step that was measured."""
+    """Bytes of a step that was measured."""
 
+    before: int  # of the state before it
     state: int  # of the state after it, random states included
     kept_state: int  # of that, what the tape holds
     kept_twice: int  # of that, what it holds as it came in and as it goes out
     saved: int  # what the tape holds beside
     x_grads: int  # gradients of the step's own inputs
+    drawn: int  # random states, which no tape holds
+    cotangent: int  # gradients of the state after it
     taped: int  # most at once while it was taped
-    start: int  # hidden state before the first step, which is held throughout
+    start: int  # what is held throughout: hidden state before the first step, random states
+    unpacked: int  # what is left behind beside the state and held by no tape, which the plain loop holds too
+    seconds: float  # of its forward
+    held: int = 0  # most bytes at once while it was measured, if that was looked at
+    pulled: int = 0  # what pulling it back took in all, 0 if that was not tried
+    backward: float = 0.0  # seconds of that
 
     @property
     def tape(self) -> int:
         """What a planner takes a tape to hold: at least its step's input, and room for what is made of it."""
-        return max(self.saved + self.kept_state, self.state, self.x_grads, 1)
+        return max(self.saved + self.kept_state, max(self.state, self.before) - self.drawn, self.x_grads, 1)
 
-    def working(self, pulled: int, sum_: int, *, several: bool) -> Working:
+    def is_beyond(self, other: _StepBytes, more: int = 0) -> bool:
+        """Whether the step keeps or needs more than another one, and `more` bytes besides."""
+        mine = (self.state, self.saved + self.kept_state, self.taped, self.cotangent)
+        return any(
+            a > b + more for a, b in zip(mine, (other.state, other.tape, other.taped, other.cotangent), strict=True)
+        )
+
+    def is_far_below(self, other: _StepBytes) -> bool:
+        """Whether a plan that takes the step to cost what another one does would use much less than it might."""
+        return 10 * self.tape < 9 * other.tape or 10 * self.state < 9 * other.state
+
+    def working(self, sum_: int, *, several: bool) -> Working:
         """Beside snapshots and tape, in stretches of several steps or one by one.
 
-        `pulled` is what pulling the step back took in all, 0 if that was not tried; `sum_` the largest gradient that
-        is summed over steps.
+        `sum_` is the largest gradient that is summed over steps.
         """
         loose = self.state - self.kept_state  # the part of a state that no tape holds
         slack = self.tape - self.saved - self.kept_state  # what the planner already has room for
         # Several steps: a start, the current state, and the start of a probe's tape if that is kept.
         taping = (1 + 2 * several) * loose + self.taped - self.saved - slack
         # Sums are added to out of place: the sum so far, what is added, and the new sum are there at once.
-        pulling = pulled + (1 + several) * sum_ + loose + self.kept_twice - slack if pulled else 0
+        pulling = self.pulled + (1 + several) * sum_ + loose + self.kept_twice - slack if self.pulled else 0
         return Working(
             advance=self.state + self.taped + self.start,
             tape=max(0, taping, loose) + self.start,
@@ -313,58 +418,63 @@ class _StepBytes:
         )
 
 
-def _costs(
-    runner: StepRunner,
-    meter: Meter,
-    piece: Piece | None,
-    before: list[Any],
-    *,
-    pulls: bool,
-    keep: bool,
-    times: bool,
-) -> ProbedCosts:
-    """The chain of steps that cost what this one did; `before` and the runner's own state are its two ends."""
-    after = runner.state()
-    measured = _step_bytes(runner, meter, piece, before, after)
-    cotangent = storage_bytes([leaf for leaf, flag in zip(after, runner.profile.state, strict=False) if flag])
-    largest = max((t.nbytes for t in runner.captured.targets), default=0)
-    pulled, backward = 0, 2 * meter.forward
-    if pulls and piece is not None:
-        pulled, backward = _pulled(runner, meter, piece, after, keep=keep)
-    seconds = (meter.forward, backward) if times else (1.0, 2.0)
-    several, single = (
-        StepCost(
-            max(measured.state, 1),
-            measured.tape,
-            *seconds,
-            cotangent=cotangent,
-            working=measured.working(pulled, largest, several=several),
-        )
-        for several in (True, False)
-    )
-    ways = Ways(several, single, meter.memory.peak + measured.start)
-    captured = storage_bytes(runner.captured.targets)
-    chain = Chain((several,), runner.length, parameters=captured, gradients=captured, ways=ways)
-    return ProbedCosts(chain, ways)
-
-
 def _step_bytes(
-    runner: StepRunner, meter: Meter, piece: Piece | None, before: list[Any], after: list[Any]
+    runner: StepRunner, meter: Meter, piece: Piece | None, before: list[Any], *, like: _StepBytes | None = None
 ) -> _StepBytes:
-    """What the step whose state was `before`, and is `after` now, was measured to hold."""
+    """What the step that ran last, from a state with the leaves `before`, was measured to hold.
+
+    What steps leave behind is taken from `like` where tapes are kept, so that nobody can tell what else outlives them.
+    """
+    after = runner.state()
     new, outputs = _tensors(after), _tensors(runner.last_output)
     meter.leave_room([*new, *outputs])
     # Of the state, the tape holds what came in or what goes out; along a stretch that is the same tensor.
     pairs = [(meter.keeps(old), meter.keeps(new), new) for old, new in _pairs(before, after)]
+    saved = meter.saved(new, outputs)
+    unpacked = meter.unpacked if like is None else like.unpacked
+    drawn = _random_bytes(runner.random.mark(), runner.random.start)
+    # A running sum is added to out of place, while the output is there.
+    adding = storage_bytes(outputs) if runner.outputs.in_step_order else 0
     return _StepBytes(
-        state=storage_bytes(new) + mark_bytes(runner.random.mark(), runner.random.start),
+        before=storage_bytes(_tensors(before)) + drawn,
+        state=storage_bytes(new) + drawn,
         kept_state=storage_bytes([leaf for came_in, goes_out, leaf in pairs if came_in or goes_out]),
         kept_twice=storage_bytes([leaf for came_in, goes_out, leaf in pairs if came_in and goes_out]),
-        saved=meter.saved(new, outputs),
-        x_grads=sum(x.nbytes for x in (piece.xs if piece is not None else [])),
-        taped=meter.taped,
-        start=storage_bytes(_tensors(runner.begin.hidden.leaves())) + runner.hidden.copied_bytes(),
+        saved=max(0, saved - unpacked),
+        x_grads=sum(x.nbytes for x in _own_inputs(runner, piece)),
+        drawn=drawn,
+        cotangent=storage_bytes([leaf for leaf, flag in zip(after, runner.profile.state, strict=False) if flag]),
+        taped=max(meter.taped, meter.made + adding),
+        # Of the generators, the latest states and those of before the backward; those at the start are a snapshot's.
+        start=storage_bytes(_tensors(runner.begin.hidden.leaves())) + runner.hidden.copied_bytes() + 2 * drawn,
+        unpacked=unpacked,
+        seconds=meter.forward,
+        backward=2 * meter.forward,
     )
+
+
+def _random_bytes(mark: Mark, start: Mark) -> int:
+    """Bytes of the states in a mark that are not those of the start."""
+    before = {id(state) for state in start}
+    return sum(_bytes_in(state) for state in mark if id(state) not in before)
+
+
+def _bytes_in(value: Any) -> int:
+    """The bytes of a generator's state: of torch's a string, of Python's and numpy's tuples, dicts, arrays, numbers."""
+    match value:
+        case bytes():
+            return len(value)
+        case tuple() | list():
+            return 8 * len(value) + sum(map(_bytes_in, value))
+        case dict():
+            return sum(map(_bytes_in, value.values()))
+    return int(getattr(value, "nbytes", 32))
+
+
+def _own_inputs(runner: StepRunner, piece: Piece | None) -> list[torch.Tensor]:
+    """The differentiable inputs of the last step of a piece."""
+    count = len(runner.inputs.differentiable)
+    return [] if piece is None or not count else piece.xs[-count:]
 
 
 def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
@@ -380,20 +490,20 @@ def _pairs(before: list[Any], after: list[Any]) -> Iterator[tuple[Any, torch.Ten
             yield old, new
 
 
-def _pulled(runner: StepRunner, meter: Meter, piece: Piece, after: list[Any], *, keep: bool) -> tuple[int, float]:
-    """Bytes, cotangents included, and seconds of pulling a step back; with zeros, which are as large as any."""
+def _pulled(runner: StepRunner, meter: Meter, piece: Piece, step: _StepBytes, *, keep: bool) -> _StepBytes:
+    """The step with what pulling it back takes, cotangents included; with zeros, which are as large as any."""
     before, worst = meter.memory.now, meter.memory.peak
     meter.memory.restart_peak()
-    began = perf_counter()
+    began = meter.seconds_now()
     with watching(meter.memory):
         grads = [_zeros_for(leaf, runner.outputs.result_shape) for leaf in runner.last_output]
-        grads += [_zeros_for(leaf, None) for leaf in after]
+        grads += [_zeros_for(leaf, None) for leaf in runner.state()]
         pullback = runner.pullback(grads, [], piece.stop)
         del grads
         pullback.pull(piece, keep=keep)
         peak = meter.memory.peak - before
     meter.memory.peak = max(meter.memory.peak, worst)  # what finding out took includes what came before
-    return peak, perf_counter() - began
+    return replace(step, pulled=peak, backward=meter.seconds_now() - began)
 
 
 def _zeros_for(leaf: Any, shape: Callable[[torch.Tensor], tuple[int, ...]] | None) -> torch.Tensor | None:
@@ -401,3 +511,197 @@ def _zeros_for(leaf: Any, shape: Callable[[torch.Tensor], tuple[int, ...]] | Non
     if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
         return None
     return torch.zeros_like(leaf) if shape is None else leaf.new_zeros(()).expand(shape(leaf))
+
+
+# --- steps that are not alike
+
+
+_NOTHING = _StepBytes(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+_BYTES = tuple(each.name for each in fields(_StepBytes) if each.name not in ("seconds", "backward"))
+
+
+class Unlike(Exception):  # noqa: N818  (it is no error)
+    """A step keeps or needs other amounts than the plan takes it to."""
+
+
+class Lookout:
+    """Measures steps beyond the probed ones, and plans again if they are not alike.
+
+    `seen` is what the steps that have been probed keep and need. The plan takes all others to be like the last of them.
+    `keeping` has `keeps_from` and `spare` of `ProbedCosts`.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        meter: Meter,
+        seen: list[_StepBytes],
+        budget: int | str | None,
+        *,
+        times: bool,
+        keeping: tuple[int, int],
+    ) -> None:
+        self._runner = runner
+        self._meter = meter
+        self._step = seen[-1]
+        self._next = len(seen)
+        self._odd = any(map(self._differs, seen[1:])) or seen[0].is_beyond(self._step, seen[0].start)
+        self._budget = budget
+        self._times = times
+        self._keeping = keeping
+        self._packed = meter.packed_anew(runner.differentiated())  # held from the end of the first sweep on
+        self.uneven = False  # whether steps were found not to be alike, and are planned so
+
+    @property
+    def tapes_apart(self) -> bool:
+        """Whether steps are taped one by one: where they differ, all gradients of a stretch's inputs are in the way."""
+        return self.uneven and bool(self._runner.inputs.differentiable)
+
+    # --- while the first sweep runs
+
+    def looks_at(self, k: int) -> bool:
+        """Whether step k is one to be measured."""
+        return self._next == k < LOOKED_AT
+
+    def watch(self, k: int, tape: Callable[[], Piece]) -> Piece:
+        """Tape step k by a call of `tape`; raises `Unlike` if it is not like the others."""
+        runner, meter = self._runner, self._meter
+        self._next = k + 1
+        before = runner.state()
+        with meter.seeing(), meter.on():
+            piece = tape()
+        if self._differs(_step_bytes(runner, meter, piece, before, like=self._step)):
+            raise Unlike
+        return piece
+
+    def _differs(self, step: _StepBytes) -> bool:
+        return step.is_beyond(self._step) or step.is_far_below(self._step)
+
+    # --- plans
+
+    def plan(self, probed: ProbedCosts, *, look: bool) -> tuple[Plan, bool]:
+        """The first plan, and whether it can go on from the probed steps.
+
+        With `look`, more steps are measured before; else that is left to `watch`, when the plan runs.
+        """
+        odd = self._odd or (look and any(self._differs(self._measure(k)) for k in range(self._next, self._looked_at())))
+        if not odd:
+            with suppress(BudgetError):
+                return self._chosen(probed), True
+        return self._planned_again(self._runner.length), False
+
+    def plan_again(self, stop: int) -> Plan:
+        """A plan for steps [0, stop), nothing of which is held but the state before them."""
+        self._meter.memory.restart_peak()
+        return self._planned_again(stop)
+
+    def _planned_again(self, stop: int) -> Plan:
+        """A plan by what each step costs; the budget is refused as soon as they are seen to need more."""
+        runner, steps = self._runner, list[_StepBytes]()
+        self._next, look_again = LOOKED_AT, self._looked_at()
+        runner.rewind()
+        for k in range(stop):
+            with runner.again(k):
+                steps.append(self._measure(k))
+            if len(steps) == min(look_again, stop):
+                if look_again == self._looked_at() and self._are_alike(steps):
+                    return self._chosen(self.equal(steps[-1], stop))
+                self._check_foretold(steps, stop)
+                look_again *= 2
+        return self._chosen(self._unequal(steps))
+
+    def _check_foretold(self, steps: list[_StepBytes], stop: int) -> None:
+        """Refuse a budget that steps up to `stop` will exceed if they go on as these do.
+
+        The least that the error then names has room for growth that gets a little steeper.
+        """
+        foretold, larger = (self._unequal([*steps, *_foretold(steps, stop, steeper)]) for steeper in (0, 8))
+        try:
+            foretold.check(foretold.bytes_of(self._budget))
+        except BudgetError:
+            larger.check(larger.bytes_of(self._budget))
+            raise
+
+    def _looked_at(self) -> int:
+        return min(LOOKED_AT, self._runner.length)
+
+    def _chosen(self, costs: ProbedCosts) -> Plan:
+        return costs.within(costs.bytes_of(self._budget))
+
+    def _measure(self, k: int) -> _StepBytes:
+        """Run step k, the next one, to find out what it costs."""
+        runner, memory, worst = self._runner, self._meter.memory, self._meter.memory.peak
+        before = runner.let_go()
+        memory.restart_peak()
+        with self._meter.seeing(), self._meter.on():
+            piece = runner.tape(k, k + 1, put=False)
+        step = _step_bytes(runner, self._meter, piece, before)
+        runner.put_last(k)
+        recording.count(probe=1)
+        step = _pulled(runner, self._meter, piece, step, keep=False)
+        held, memory.peak = memory.peak, max(memory.peak, worst)
+        return replace(step, held=held)
+
+    @staticmethod
+    def _are_alike(steps: list[_StepBytes]) -> bool:
+        """Whether none costs more than the last one; the first may cost less."""
+        last = steps[-1]
+        return not any(step.is_beyond(last) for step in steps) and not any(
+            step.is_far_below(last) for step in steps[1:]
+        )
+
+    # --- costs
+
+    def equal(self, step: _StepBytes, length: int) -> ProbedCosts:
+        """Costs of a loop of such steps."""
+        several, single = (self._cost(step, step.state, step, several=several) for several in (True, False))
+        ways = Ways(several, single, self._floor([step]))
+        return self._costs(Chain((several,), length, ways=ways), [step])
+
+    def _unequal(self, steps: list[_StepBytes]) -> ProbedCosts:
+        self.uneven = True
+        before = [steps[0], *steps]  # the state before a step has the gradient of that after the one before
+        costs = [self._cost(step, step.before, old, several=True) for step, old in zip(steps, before, strict=False)]
+        return self._costs(Chain.of(costs), steps)
+
+    def _costs(self, chain: Chain, steps: list[_StepBytes]) -> ProbedCosts:
+        captured = storage_bytes(self._runner.captured.targets)
+        return ProbedCosts(replace(chain, parameters=captured, gradients=captured), self._floor(steps), *self._keeping)
+
+    def _floor(self, steps: list[_StepBytes]) -> int:
+        """The most bytes that measuring has held, or is foretold to hold."""
+        held = max(self._meter.memory.peak, *(step.held for step in steps))
+        return held + max(step.start for step in steps)
+
+    def _cost(self, step: _StepBytes, state: int, earlier: _StepBytes, *, several: bool) -> StepCost:
+        """What a planner has to know of a step that starts from a state of so many bytes."""
+        largest = max((storage_bytes([target]) for target in self._runner.captured.targets), default=0)
+        if self.tapes_apart or self._runner.proof.compares_graphs:  # each tape has a start of its own
+            step = replace(step, kept_state=step.state - step.drawn)
+        step = replace(step, start=step.start + self._packed)
+        return StepCost(
+            max(state, 1),
+            step.tape,
+            *((step.seconds, step.backward) if self._times else (1.0, 2.0)),
+            cotangent=earlier.cotangent,
+            drawn=step.drawn,
+            working=step.working(largest, several=several),
+        )
+
+
+def _foretold(steps: list[_StepBytes], stop: int, steeper: int) -> list[_StepBytes]:
+    """The rest of the steps up to `stop`: what has grown steadily goes on doing so, of all else there is the most.
+
+    It grows by one part in `steeper` more than it has, if that is not 0.
+    """
+    last = len(steps) - 1
+    most: dict[str, int] = {}
+    slopes: dict[str, int] = {}
+    for name in _BYTES:
+        seen = [getattr(step, name) for step in steps]
+        rises = [new - old for old, new in pairwise(seen[1:])]
+        most[name] = max(seen)
+        slopes[name] = max(rises) if 2 * sum(rise > 0 for rise in rises) > len(rises) else 0
+        slopes[name] += slopes[name] // steeper if steeper else 0
+    rest = range(1, stop - last)
+    return [replace(steps[-1], **{name: most[name] + k * slopes[name] for name in _BYTES}) for k in rest]

@@ -16,7 +16,7 @@ import torch
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.state.capture import Graph, same_graph
-from lowtide.torch.state.samples import Sample, compare_later, sample_of, whole_sample_of
+from lowtide.torch.state.samples import Sample, compare_later, is_in_backward, sample_of, whole_sample_of
 from lowtide.torch.state.structure import NUMBERS
 
 _MASK = (1 << 64) - 1
@@ -46,6 +46,8 @@ class Proof:
         self._outputs = array("Q")  # by step
         self._states: dict[int, list[Sample]] = {}  # by the number of steps that led there
         self._on_device: dict[int, list[Sample]] = {}  # by step, samples of outputs that are on a device
+        # What the forward has run again already is compared in the backward: to read it would wait.
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor, Callable[[], CheckpointError]]] = []
         self._graphs: dict[int, Graph] = {}  # by step
         self._interned: dict[Any, Any] = {}
 
@@ -105,6 +107,7 @@ class Proof:
         del self._outputs[:]
         self._states.clear()
         self._on_device.clear()
+        self._waiting.clear()
         self._graphs.clear()
 
     def _sample_of(self, leaf: Any) -> Sample:
@@ -116,13 +119,27 @@ class Proof:
         error: Callable[[], CheckpointError] = lambda: self._differs(step, how)  # noqa: E731
         for one, other in zip(then, now, strict=False):
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-                compare_later(one, other, error)
+                self._waiting.append((one, other, error))
+        if is_in_backward():
+            for pair in self._waiting:
+                compare_later(*pair)
+            self._waiting.clear()
 
     def raises(self, start: int, stop: int, error: Exception) -> CheckpointError:
         """What to raise where one of steps [start, stop), run again, raised an error that it did not at first."""
         steps = f"step {start:,}" if stop == start + 1 else f"one of the steps {start:,} to {stop - 1:,}"
-        what = f"{type(error).__name__}({error})"
-        return CheckpointError(f"{steps}, run again, raised {what}, and did not at first. {_WAY_OUT}.{self._moving()}")
+        what = f"{steps}, run again, raised {type(error).__name__}({error}), and did not at first"
+        if isinstance(error, StopIteration):
+            why = (
+                "an iterator that it takes items from is at its end after the first runs. Give the items as xs, "
+                "stacked or as lt.Steps(items), or make the iterator an attribute of a module"
+            )
+        else:
+            why = (
+                "a counter or a container that it uses is not as it was at first. Count in the carry or in an "
+                "attribute of a module, give what is indexed by step as xs, and take nothing out of containers outside"
+            )
+        return CheckpointError(f"{what}: {why}.{self._moving()}")
 
     def _moving(self) -> str:
         return f" What moved while the first steps ran: {', '.join(self.moving)}." if self.moving else ""

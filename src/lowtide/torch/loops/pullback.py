@@ -17,7 +17,8 @@ nodes in descending order of their creation, and adds what arrives at a tensor i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,15 @@ class Shared:
         """Discard the record for `step`, where a piece ends that has been pulled back."""
         self._by_step.pop(step, None)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context for runs of which nothing is to be recorded."""
+        held = dict(self._by_step), self._recent
+        try:
+            yield
+        finally:
+            self._by_step, self._recent = held
+
     def clear(self) -> None:
         """Discard everything except for whether outputs stay."""
         self._by_step.clear()
@@ -143,6 +153,17 @@ class LoopParts:
     shared: Shared
 
 
+class LateGradientError(CheckpointError):
+    """Gradients flow through parts of the state that had none while the first steps ran, at these positions.
+
+    The backward begins again, with gradients for these parts.
+    """
+
+    def __init__(self, message: str, positions: list[int]) -> None:
+        super().__init__(message)
+        self.positions = positions
+
+
 class Pullback:
     """Cotangents on their way back through a loop of `length` steps.
 
@@ -158,6 +179,7 @@ class Pullback:
         names: Callable[[], list[str]],
         grads: list[torch.Tensor | None],
         xs: list[torch.Tensor],
+        flags: list[bool] | None = None,
     ) -> None:
         self._loop = loop
         self._length = length
@@ -165,8 +187,9 @@ class Pullback:
         count = len(loop.profile.outputs)
         self._outputs = grads[:count]
         self.state = grads[count:]
-        # By position, whether the later piece had a leaf for a gradient there.
-        self._expected = [True] * len(self.state)
+        # By position, whether what comes after the next piece had a leaf for a gradient there: a later piece, or at
+        # first the caller, whom `flags` tells.
+        self._expected = [True] * len(self.state) if flags is None else flags
         self.captured: list[torch.Tensor | None] = [None] * len(loop.captured.targets)
         self._xs = xs
         self._x_grads: list[torch.Tensor | None] = [None] * len(xs)
@@ -185,6 +208,8 @@ class Pullback:
         cotangents: list[torch.Tensor] = []
         self._enter_state(piece, roots, cotangents)
         self._enter_outputs(piece, roots, cotangents)
+        if not keep:  # where no cotangent enters, what an output's graph has saved is of no use
+            piece.outputs = []
         for arrives, total in zip(self._loop.captured.edges, self.captured, strict=True):
             if total is not None:
                 roots.append(arrives)
@@ -211,11 +236,12 @@ class Pullback:
 
     def _enter_state(self, piece: Piece, roots: list[Any], cotangents: list[torch.Tensor]) -> None:
         """Add the cotangents of the state at which the piece ends."""
+        late = [k for k, edge in enumerate(piece.ends) if edge is not None and not self._expected[k]]
+        if late:
+            raise LateGradientError(self._lost(piece, late[0]), late)
         for position, edge in enumerate(piece.ends):
             if edge is None:
                 continue
-            if not self._expected[position]:
-                raise CheckpointError(self._lost(piece, position))
             cotangent = self.state[position]
             if cotangent is not None:
                 roots.append(edge)

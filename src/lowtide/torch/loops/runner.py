@@ -8,7 +8,7 @@ the state, and what steps close over, is learned from the first steps, which `pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from lowtide.torch.loops.proof import Proof
 from lowtide.torch.loops.pullback import LoopParts, Piece, Profile, Pullback, Shared
 from lowtide.torch.loops.step import StepFunction, Stepper
 from lowtide.torch.memory import recording
+from lowtide.torch.memory.tracker import storage_bytes, tensors_of
 from lowtide.torch.state.ambient import Ambient, gradients_aside
 from lowtide.torch.state.capture import (
     Captured,
@@ -38,9 +39,10 @@ from lowtide.torch.state.capture import (
     now,
     strangers,
 )
-from lowtide.torch.state.generators import Mark, Randomness
+from lowtide.torch.state.generators import Mark, Randomness, mark_bytes
 from lowtide.torch.state.hidden import Hidden, HiddenState
 from lowtide.torch.state.surroundings import Look, Things, collected, moved, warn_of_moved
+from lowtide.torch.state.trees import TreeForm, leaves_of
 
 
 @dataclass(slots=True)
@@ -50,6 +52,8 @@ class Snapshot:
     leaves: list[Any]
     hidden: HiddenState
     random: Mark
+    flags: list[bool] | None = None  # through which positions gradients flow, if that is known exactly
+    ready: bool = True  # whether only the step comes next, and not the condition of a loop, which may draw too
 
     def all_leaves(self) -> list[Any]:
         """The leaves of carry and hidden state in a row; a place in it is a position."""
@@ -93,6 +97,10 @@ class StepRunner:
         self.profile = Profile([], [])
         self._flows_by_name: dict[str, bool] = {}  # by the names of positions, as in `profile`
         self._form_varies = False  # whether hidden state had different numbers of tensors
+        # While steps are taped one after another: through which positions of the current state gradients do flow.
+        self._flags_now: list[bool] | None = None
+        self.final_flags: list[bool] = []  # of the final state, as far as steps before the last tape tell
+        self._follows_flow = False  # whether that is wanted of all first runs, and not of the first steps alone
         self.first_flags: list[bool] = []  # which positions of the state before step 0 have a gradient
         self.given_flags: list[bool] = []  # and through which of them it flows on
         self.shared = Shared()
@@ -106,13 +114,15 @@ class StepRunner:
 
         # The current state; a part of it is in the modules themselves.
         self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in stepper.init]
-        self.carry = stepper.form.unflatten(self.leaves)
+        self._form = stepper.first.form  # of the current carry
+        self.carry = self._form.unflatten(self.leaves)
         self.last_output: list[Any] = []  # of the step that was taped last
         self.begin = Snapshot(self.leaves, HiddenState(), randomness.start)
 
         self._since = now()  # nodes of graphs from here on are the steps' own
         self._first_runs = True  # until the first sweep is over
         self._put_already = 0  # outputs of steps below this have been handed over
+        self._lowest_pulled = self.length  # steps from here on have been pulled back
         self._draws = False  # whether first runs drew random numbers
 
     # --- the current state
@@ -120,6 +130,10 @@ class StepRunner:
     def state(self) -> list[Any]:
         """The leaves of the current state, by position."""
         return [*self.leaves, *self.hidden.leaves()]
+
+    def state_bytes(self) -> int:
+        """Bytes of the current state, random states included."""
+        return storage_bytes(tensors_of(self.state())) + mark_bytes(self.random.mark(), self.random.start)
 
     def _position_names(self) -> list[str]:
         return [*self.stepper.names, *self.hidden.names()]
@@ -129,11 +143,13 @@ class StepRunner:
         if self._first_runs:
             self.hidden.look()
         mark = self.random.mark() if self._first_runs or self._draws else self.random.start
-        return Snapshot(self.leaves, self.hidden.read(), mark)
+        turn = self.stepper.turn
+        return Snapshot(self.leaves, self.hidden.read(), mark, self._flags_now, turn.resumed or not turn.again)
 
     def resume(self, step: int, snapshot: Snapshot) -> None:
         """Make the state at `step` the current one."""
-        self._set_carry(snapshot.leaves)
+        self._set_carry(snapshot.leaves, self.stepper.before(step).form)
+        self._flags_now, self.stepper.turn.resumed = snapshot.flags, snapshot.ready
         self.hidden.write(snapshot.hidden)
         if step and self.shared.stays:
             self.shared.resumed(step, self.state())
@@ -144,24 +160,46 @@ class StepRunner:
         """Put everything back to where the loop began."""
         self.hidden.undo()
         self.random.restore(self.random.start)
-        self._set_carry(self.begin.leaves)
+        self._set_carry(self.begin.leaves, self.stepper.first.form)
         self.last_output = []
+
+    def rewind(self) -> None:
+        """Make the state before step 0 the current one."""
+        if self._first_runs:
+            self.restart()
+        else:
+            self.resume(0, self.begin)
 
     def forget_carry(self) -> None:
         """There is no current state: the next is one that is resumed."""
         self.leaves, self.carry = [], None
 
-    def _set_carry(self, leaves: list[Any]) -> None:
+    def forget_hidden(self) -> None:
+        """Let modules hold the state of the beginning, so that another, which may be larger, can be freed."""
+        self.hidden.write(self.begin.hidden)
+
+    def _set_carry(self, leaves: list[Any], form: TreeForm | None = None) -> None:
+        """Replace the current carry; by default by one of the same form."""
         self.leaves = leaves
-        self.carry = self.stepper.form.unflatten(leaves)
+        if form is not None:
+            self._form, self.stepper.turn.resumed = form, True
+            self._flags_now = None
+        self.carry = self._form.unflatten(leaves)
+
+    def _arrive(self, k: int, carry: Any) -> None:
+        """Step k has returned a carry, which is the current one now."""
+        self.carry, self.leaves = carry, self.stepper.leaves(k, carry)
+        self._form = self.stepper.later.form
 
     def detach_state(self) -> None:
         """Cut the current state off the graph that made it."""
         before = self.state() if self.shared.stays else []
         # A tensor that sits in several places stays one tensor.
         detached = {id(leaf): leaf.detach() for leaf in self.leaves if isinstance(leaf, torch.Tensor)}
+        hidden = self.hidden.leaves()
+        detached |= {id(leaf): leaf.detach() for leaf in hidden if has_gradient(leaf) and id(leaf) not in detached}
         self._set_carry([detached.get(id(leaf), leaf) for leaf in self.leaves])
-        self.hidden.replace([leaf.detach() if has_gradient(leaf) else leaf for leaf in self.hidden.leaves()])
+        self.hidden.replace([detached.get(id(leaf), leaf) for leaf in hidden])
         if self.shared.stays:
             self.shared.moved(before, self.state())
 
@@ -187,12 +225,17 @@ class StepRunner:
     def _root_flags(self, k: int, positions: int) -> list[bool]:
         """For each position of the state before step k, whether gradients may flow through it."""
         flags = self.first_flags if k == 0 else self.profile.state
+        if self._flags_now is not None and len(self._flags_now) == positions:
+            return self._flags_now
         if len(flags) == positions and not (k and self._form_varies):
             return flags
         # Hidden state of another form than usual: what one tensor in a slot was seen to have, all have.
-        hidden, count = self.hidden, len(self.leaves)
-        rows = zip(hidden.names(), hidden.in_place(), strict=True)
-        return flags[:count] + [self._flows_by_name.get(name, not in_place) for name, in_place in rows]
+        return flags[: len(self.leaves)] + self._hidden_flags()
+
+    def _hidden_flags(self) -> list[bool]:
+        """By what is known of each slot, whether gradients may flow through each tensor in it."""
+        rows = zip(self.hidden.names(), self.hidden.in_place(), strict=True)
+        return [self._flows_by_name.get(name, not in_place) for name, in_place in rows]
 
     # --- running steps without tape
 
@@ -205,16 +248,18 @@ class StepRunner:
     def run_untaped(self, start: int, stop: int) -> list[Any]:
         """Run steps [start, stop) in the way in which first runs without a tape are run; returns the last output."""
         with_grad = self._tapes_always or (self._first_runs and self.proof.compares_graphs)
+        self._flags_now = self._flags_now if with_grad else None
         return (self._run_dropping_tapes if with_grad else self.run_plainly)(start, stop)
 
     def run_plainly(self, start: int, stop: int) -> list[Any]:
         """Run steps [start, stop) without grad; returns the leaves of the last one's output."""
         f, carry, always, stays = self.stepper.f, self.carry, self.proof.always, self.shared.stays
-        watch = self.stepper.watching(self.leaves) if self._first_runs else None
-        k, take = start, self._take if self._first_runs else None
+        watch = self.stepper.watching(start, self.leaves) if self._first_runs else None
+        k, take, ran = start, self._take if self._first_runs else None, 0
         try:
             with torch.no_grad():
                 for x in self.inputs.rows(start, stop):
+                    y = None  # the output of the step before is not held while this one runs
                     carry, y = f(carry, x)
                     if watch is not None:
                         watch(k, carry)
@@ -225,15 +270,25 @@ class StepRunner:
                     if always:
                         self.leaves = self.stepper.leaves(k, carry)
                         self._note_state(k + 1)
-                    k += 1
+                    k, ran = k + 1, ran + 1
+                    # Now and then, for a look takes about as long as a small step.
+                    if take is not None and not ran & (ran - 1) and self._has_graph(k - 1, carry):
+                        break
         except Exception:
             self._find_bad_carry(carry)  # was it because of what the step before returned?
             raise
         self._find_bad_carry(carry)
-        self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
-        outputs = self.outputs.leaves(stop - 1, y)
-        self.shared.note(stop, self.state(), outputs)
-        return outputs
+        self._arrive(k - 1, carry)
+        outputs = self.outputs.leaves(k - 1, y)
+        self.shared.note(k, self.state(), outputs)
+        if self._first_runs and self._has_graph(k - 1, carry):  # the step turns grad on by itself
+            self.tape_always()
+            self.detach_state()
+        return outputs if k == stop else self._run_dropping_tapes(k, stop)
+
+    def _has_graph(self, k: int, carry: Any) -> bool:
+        """Whether the state after step k, which ran without grad, has a graph nevertheless."""
+        return any(map(has_gradient, (*self.stepper.leaves(k, carry), *self.hidden.leaves())))
 
     def _run_dropping_tapes(self, start: int, stop: int) -> list[Any]:
         """The same for steps that need grad, or whose graphs are compared: with tapes, which are dropped at once."""
@@ -248,6 +303,7 @@ class StepRunner:
     def run_carefully(self, k: int, x: Any) -> Any:
         """Run step k with every check, in the grad mode that is on; returns its output."""
         self.carry, self.leaves, y = self.stepper.run(k, self.carry, self.leaves, x)
+        self._form = self.stepper.later.form
         return y
 
     def _find_bad_carry(self, carry: Any) -> None:
@@ -290,6 +346,7 @@ class StepRunner:
                 ends = None
                 if k == due:
                     ends, due = self._graph_ends(k, carry, xs), walk.next_due(k + 1, last)
+                y = None  # the output of the step before is not held while this one runs
                 carry, y = f(carry, x)
                 if column is not None:
                     prove(k, [y])
@@ -304,7 +361,7 @@ class StepRunner:
                     self._check_graph(piece, k, carry, y, ends, began)
                     counts.add(mark - began)
                 k += 1
-            self.carry, self.leaves = carry, self.stepper.leaves(stop - 1, carry)
+            self._arrive(stop - 1, carry)
         self._end_piece(piece, stop, y)
         return piece
 
@@ -323,8 +380,16 @@ class StepRunner:
         state = self.state()
         self.shared.note(stop, state, self.last_output)
         piece.stop, piece.ends = stop, edges_of(state)
+        if self._flags_now is not None or not piece.start:
+            self._follow(piece.ends)
         if self.proof.compares_graphs:
             self._note_graph(piece)
+
+    def _follow(self, ends: list[GradientEdge | None]) -> None:
+        """Take note through which positions of the current state gradients flow."""
+        self._flags_now = flags = [edge is not None for edge in ends]
+        if self._follows_flow:
+            self._flows(flags)
 
     def _note_graph(self, piece: Piece) -> None:
         """Compare the graph of a piece of one step with that of its first run, or take note of it."""
@@ -353,7 +418,7 @@ class StepRunner:
         """What is done with the carry and the output of each step of a piece, where more is wanted than edges."""
         outputs, in_order, stays = self.outputs, self.outputs.in_step_order, self.shared.stays
         checks = self.proof.always and not self._learning  # not before it is known what the state consists of
-        watch = self.stepper.watching(self.leaves) if put else None
+        watch = self.stepper.watching(piece.stop, self.leaves) if put else None
 
         def note(k: int, carry: Any, y: Any) -> None:
             if watch is not None:
@@ -393,7 +458,8 @@ class StepRunner:
             return
         # Not foreseen, or state that began to change inside this piece: all the way back to where the piece began.
         ends = edge_set([*piece.starts, *piece.xs, *self.captured.targets, *self._made_inside(results)])
-        self._walk.check(k, results, ends.union(self.captured.edges), piece.since, self._since)
+        ends.update(self.captured.edges)
+        self._walk.check(k, results, ends, piece.since, self._since, _kinds_with_tensors(carry))
 
     def _made_inside(self, results: list[Any]) -> list[torch.Tensor]:
         """Leaves among the results of a step that it has made itself (`x.detach().requires_grad_()`)."""
@@ -412,19 +478,19 @@ class StepRunner:
 
     def _put(self, k: int, outputs: list[Any]) -> None:
         """Hand over the output of step k's first run; one that was handed over before is let go."""
+        self.proof.output(k, outputs)
         if k >= self._put_already:
             self._put_already = k + 1
             self.outputs.put(k, self.inputs.place(k), outputs)
-            self.proof.output(k, outputs)
             if self.progress is not None:
                 self.progress.update(1)
 
     def _take(self, k: int, y: Any) -> None:
         """`_put` for the output of a step that ran without grad."""
+        self.proof.output(k, [y] if self.outputs.is_tensor else self.outputs.leaves(k, y))
         if k >= self._put_already:
             self._put_already = k + 1
             self.outputs.take(k, self.inputs.place(k), y)
-            self.proof.output(k, [y] if self.outputs.is_tensor else self.outputs.leaves(k, y))
             if self.progress is not None:
                 self.progress.update(1)
 
@@ -438,12 +504,24 @@ class StepRunner:
             self.hidden.complete(snapshot.hidden)
         for flags in (self.first_flags, self.given_flags):
             flags += [False] * (len(self.begin.all_leaves()) - len(flags))
-        self._draws = self.random.mark() is not self.random.start
+        states = zip(self.random.mark(), self.random.start, strict=True)
+        self._draws = any(state is not first for state, first in states)
         self._first_runs = False
         self._look = {}
         finals = self.state()
+        self.final_flags = self._root_flags(self.length, len(finals))
         self.forget_carry()
-        return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in finals]
+        detached = {id(leaf): leaf.detach() for leaf in finals if isinstance(leaf, torch.Tensor)}
+        return [detached.get(id(leaf), leaf) for leaf in finals]
+
+    def results(self, finals: list[Any]) -> list[Any]:
+        """The results of outputs; where the last output is all that counts and part of the final state, it is that."""
+        results = self.outputs.results()
+        if self.outputs.only_last:
+            for entry in reversed(self.shared.at(self.length)):
+                if entry.step == self.length - 1:
+                    results[entry.leaf] = finals[entry.position]
+        return results
 
     @contextmanager
     def rerunning(self) -> Iterator[None]:
@@ -455,8 +533,22 @@ class StepRunner:
     @contextmanager
     def repeating(self) -> Iterator[None]:
         """Inside, steps know that they are run again, and gradients that they add by themselves do not count twice."""
-        with gradients_aside(self._graded), recording.recomputing():
-            yield
+        turn = self.stepper.turn
+        before, turn.again = turn.again, True
+        try:
+            with gradients_aside(self._graded), recording.recomputing():
+                yield
+        finally:
+            turn.again = before
+
+    @property
+    def already(self) -> int:
+        """How many steps have run although the first sweep is not over; those that it runs after a change of plan."""
+        return self._put_already if self._first_runs else 0
+
+    def again(self, k: int) -> AbstractContextManager[None]:
+        """A context for step k, which knows that it is run again if it is."""
+        return self.repeating() if k < self.already else nullcontext()
 
     def refuse_changed(self) -> None:
         """Refuse a loop in which a captured tensor was changed."""
@@ -483,17 +575,27 @@ class StepRunner:
         rows = zip((*self.stepper.init, *origins), self.given_flags, strict=False)
         return [tensor for tensor, flag in rows if flag]
 
-    def pullback(self, grads: list[torch.Tensor | None], xs: list[torch.Tensor], length: int) -> Pullback:
-        """A backward that begins with these cotangents of outputs and state after `length` steps, for these inputs."""
-        return Pullback(self._parts, length, self._position_names, grads, xs)
+    def differentiated(self) -> list[torch.Tensor]:
+        """The tensors to which gradients flow: of the state before the first step, inputs, and captured ones."""
+        return [*self.start_tensors(), *self.inputs.differentiable, *self.captured.tensors]
+
+    def pullback(
+        self, grads: list[torch.Tensor | None], xs: list[torch.Tensor], length: int, flags: list[bool] | None = None
+    ) -> Pullback:
+        """A backward that begins with these cotangents of outputs and state after `length` steps, for these inputs.
+
+        `flags` tell through which positions of that state gradients can come back; by default through all.
+        """
+        return Pullback(self._parts, length, self._position_names, grads, xs, flags)
 
     def pulled(self, piece: Piece) -> None:
         """A piece was pulled back."""
         self.shared.forget(piece.stop)
         count = piece.stop - piece.start
         recording.count(backward=count)
-        if self.progress is not None:
-            self.progress.update(count)
+        if self.progress is not None and piece.start < self._lowest_pulled:  # a backward may begin again
+            self.progress.update(self._lowest_pulled - piece.start)
+            self._lowest_pulled = piece.start
 
     # --- learning from the first steps
 
@@ -519,6 +621,7 @@ class StepRunner:
         """
         self.hidden.look()
         self.hidden.complete(self.begin.hidden)
+        self.random.meet_devices()
         for generator, state in watch.generators.values():
             self.random.add(generator, state)
         self.begin.random = self.random.start
@@ -572,7 +675,16 @@ class StepRunner:
         piece.starts += [None] * (len(snapshot.all_leaves()) - len(piece.starts))
         state = self.state()
         piece.ends = edges_of(state)
-        flags, profile = [edge is not None for edge in piece.ends], self.profile
+        self._flags_now = [edge is not None for edge in piece.ends]
+        self._flows(self._flags_now)
+        profile = self.profile
+        gradients = [bool(column) for column in piece.outputs]
+        profile.outputs[:] = [new or old for new, old in zip(gradients, profile.outputs or gradients, strict=True)]
+        self.shared.note(piece.stop, state, self.last_output)
+
+    def _flows(self, flags: list[bool]) -> None:
+        """Add to the profile through which positions of the state gradients flow at a step."""
+        profile = self.profile
         for name, flag in zip(self._position_names(), flags, strict=True):
             self._flows_by_name[name] = flag or self._flows_by_name.get(name, False)
         if len(flags) == len(profile.state):
@@ -580,9 +692,6 @@ class StepRunner:
         else:
             self._form_varies |= bool(profile.state)
         profile.state = flags
-        gradients = [bool(column) for column in piece.outputs]
-        profile.outputs[:] = [new or old for new, old in zip(gradients, profile.outputs or gradients, strict=True)]
-        self.shared.note(piece.stop, state, self.last_output)
 
     def _capture(
         self, piece: Piece, given: set[GradientEdge], watch: Watch, captures: tuple[torch.Tensor, ...]
@@ -607,7 +716,7 @@ class StepRunner:
 
     def snapshot_copied(self) -> Snapshot:
         """The current state, copied, as long as it is not known what steps change in place."""
-        return Snapshot(self.leaves, self.hidden.read(copy=True), self.random.mark())
+        return Snapshot(self.leaves, self.hidden.read(copy=True), self.random.mark(), self._flags_now)
 
     def put_last(self, k: int) -> None:
         """Hand over the output of step k, which was taped last."""
@@ -632,6 +741,26 @@ class StepRunner:
         """Find out what outside has moved while steps ran so far; from here on graphs are compared if anything has."""
         self.proof.moving = moved(self._look, self._things.look())
 
+    def is_same_without_grad(self, snapshot: Snapshot, k: int) -> bool:
+        """Whether step k, the last one that ran, computes the same without grad; `snapshot` is the state before it."""
+        leaves, form = self.leaves, self._form
+        with self.hidden.aside(), self.random.aside(), self.shared.aside(), self.repeating():
+            self.resume(k, snapshot)
+            self.random.restore(snapshot.random)
+            try:
+                self.proof.output(k, self.run_plainly(k, k + 1))
+                self._note_state(k + 1)
+            except CheckpointError:
+                return False
+            finally:
+                self._set_carry(leaves, form)
+        return True
+
+    @property
+    def may_differ_without_grad(self) -> bool:
+        """Whether steps are run without grad, and it would be seen and not disturb anybody to try whether they may."""
+        return not (self._tapes_always or self.proof.never or self.proof.moving)
+
     def forget_probe(self) -> None:
         """Put everything back after steps that were run to be measured, and warn of what cannot be put back."""
         self.restart()
@@ -654,6 +783,20 @@ class StepRunner:
         """Run steps with grad from here on, even where no tape is kept."""
         self._tapes_always = True
 
+    def follow_flow(self) -> None:
+        """It is not settled through which parts of the state gradients flow: find out at every step, with its tape."""
+        self._follows_flow = self._tapes_always = True
+
+    def let_flow(self, positions: list[int]) -> bool:
+        """Gradients flow through positions of the state where none were seen to; False if that was known."""
+        names = self._position_names()
+        known = all(self._flows_by_name.get(names[k], False) for k in positions)
+        for k in positions:
+            self._flows_by_name[names[k]] = True
+            if k < len(self.profile.state):
+                self.profile.state[k] = True
+        return not known
+
     def end_at(self, length: int) -> None:
         """The loop turns out to end after `length` steps."""
         self.length = length
@@ -664,10 +807,16 @@ class StepRunner:
 
     def finish(self, finals: list[Any]) -> Any:
         """Leave the final hidden state in the modules, and forget how the loop began; returns the final carry."""
-        count = len(self.stepper.init)
+        form = self.stepper.later.form
         self.hidden.forget_start()
-        self.hidden.finish(finals[count:])
-        return self.stepper.form.unflatten(finals[:count])
+        self.hidden.finish(finals[form.size :])
+        return form.unflatten(finals[: form.size])
+
+
+def _kinds_with_tensors(carry: Any) -> list[str]:
+    """The classes of those objects in a carry whose tensors the loop does not see."""
+    found = [leaf for leaf in leaves_of(carry) if not isinstance(leaf, torch.Tensor | nn.Module)]
+    return sorted({type(leaf).__name__ for leaf in found if tensors_of(list(getattr(leaf, "__dict__", {}).values()))})
 
 
 def _picks_kernels_by_grad(module: nn.Module) -> bool:

@@ -24,11 +24,13 @@ from lowtide.torch.loops.lean_step import LeanStep
 from lowtide.torch.loops.outputs import Outputs
 from lowtide.torch.loops.probe import probe
 from lowtide.torch.loops.runner import StepRunner
-from lowtide.torch.loops.step import Stepper
+from lowtide.torch.loops.step import Stepper, Turn
 from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient
 from lowtide.torch.state.generators import Randomness
 from lowtide.torch.state.hidden import Hidden
+from lowtide.torch.state.surroundings import Finds
+from lowtide.torch.state.transforms import refuse_transforms
 
 _NO_END = 2**40  # the length of a loop as long as it is not known
 
@@ -50,7 +52,8 @@ def checkpointed_while_loop(
     """Run `carry = body(carry)` while `cond(carry)`; returns the last carry, differentiable in bounded memory.
 
     Args:
-        cond: whether to run another step; asked once for each state, without grad.
+        cond: whether to run another step; asked once for each state, without grad. One that draws random numbers is
+            asked again where steps are run again, so that they find the same numbers.
         body: the step.
         init: the carry before the first step.
         checkpoints: at most this many snapshots; 50 if neither this nor a budget is given.
@@ -66,19 +69,26 @@ def checkpointed_while_loop(
     slots, bytes_ = knobs.slots, knobs.budget
     condition = _Condition(cond, knobs.most)
     stepper = Stepper(lambda carry, _: (body(carry), None), init)
+    checkpoints_steps = torch.is_grad_enabled() and not recording.runs_plainly()
+    if checkpoints_steps:
+        refuse_transforms("checkpointed_while_loop", "a plain `while`")
+        found = Hidden((body,), hidden)
+        random = (*generators, *found.generators, *Finds((cond,)).generators)
+        condition.watch(random)
     if not condition(0, init):
         return init
-    if not torch.is_grad_enabled() or recording.runs_plainly():
+    if not checkpoints_steps:
         return _plain(stepper, condition)
-    found = Hidden((body,), hidden)
+    step, before = stepper.f, partial(condition.repeated, turn=stepper.turn)
+    stepper.f = lambda carry, x: step(before(carry), x)
     if lean:
-        stepper.lean = LeanStep(stepper.f, found, body)
+        stepper.lean = LeanStep(step, found, body, before)
     runner = StepRunner(
         stepper,
         Inputs(None, _NO_END, reverse=False),
         Outputs(_NO_END),
         found,
-        Randomness((*generators, *found.generators)),
+        Randomness(random),
         Ambient(),
         check_rerun=check_rerun,
     )
@@ -102,24 +112,41 @@ def checkpointed_while_loop(
 
 
 class _Condition:
-    """Asks `cond` once for each state, in order."""
+    """Asks `cond` once for each state, in order; one that draws random numbers is asked again where steps run again."""
 
     def __init__(self, cond: Callable[[Any], Any], most: int) -> None:
         self._cond = cond
         self._most = most
         self._asked = -1
         self._answer = False
+        self._generators: tuple[Any, ...] | None = None  # None if nobody asks whether it draws from them
+        self._draws = False
+
+    def watch(self, generators: tuple[Any, ...]) -> None:
+        """From here on, find out whether it draws from these or from those that everybody shares."""
+        self._generators = generators
 
     def __call__(self, step: int, carry: Any) -> bool:
         if step > self._asked:
             self._asked = step
+            # Whoever draws does so from the beginning: at the first two states it is found out.
+            random = Randomness(self._generators) if step < 2 and self._generators is not None else None
             with torch.no_grad():
                 self._answer = step < self._most and bool(self._cond(carry))
+            self._draws |= random is not None and random.mark() is not random.start
         return self._answer or step < self._asked
+
+    def repeated(self, carry: Any, turn: Turn) -> Any:
+        """The carry, for which `cond` draws its random numbers again if it did so between two steps."""
+        if self._draws and turn.again and not turn.resumed:
+            with torch.no_grad():
+                self._cond(carry)
+        turn.resumed = False
+        return carry
 
 
 def _plain(stepper: Stepper, condition: _Condition) -> Any:
-    carry = stepper.form.unflatten(stepper.init)
+    carry = stepper.begin()
     k = 0
     while condition(k, carry):
         carry, _ = stepper.call(k, carry, None)

@@ -1,9 +1,9 @@
 """The storages that are alive, since when, and their bytes; `lowtide.torch.measure` is the public interface.
 
-On the CPU every storage that the watched code makes is followed until it dies, through a dispatch mode that sees each
-operation's results, also in the backward. Scratch space that a kernel allocates and frees inside itself, sparse
-tensors, compiled code and other threads are not seen. If there is a GPU, its allocator's own statistics are added.
-Storages that existed before are not counted, neither while they live nor when they die.
+Every storage that the watched code makes, on any device, is followed until it dies, through a dispatch mode that sees
+each operation's results, also in the backward. Scratch space that a kernel allocates and frees inside itself, sparse
+tensors, compiled code and other threads are not seen. Storages that existed before are not counted, neither while they
+live nor when they die. Statistics of a device's allocator are neither read nor reset: they are the user's.
 
 The module begins with storages (`storage_of`, `tensors_of` and their bytes), followed by the classes that watch them:
 `Memory` counts bytes, `Log` records the order in which storages are made and freed. What a run holds anyway (its
@@ -27,6 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lowtide.torch.memory.accelerators import is_of_host
+
 _MOST_SHARES = 400  # equal parts of the time, in a curve
 _FIRST_SHARE_SECONDS = 1e-5  # length of such a part when a curve begins
 
@@ -45,8 +47,9 @@ def key_of(tensor: torch.Tensor) -> int:
 
 
 def storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the storages behind the tensors, each counted once."""
-    storages = [storage_of(tensor) for tensor in tensors]
+    """Bytes of the storages behind the tensors, each counted once; if any is on an accelerator, of those there."""
+    there = [tensor for tensor in tensors if not is_of_host(tensor.device)]
+    storages = [storage_of(tensor) for tensor in there or tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages if storage is not None}.values())
 
 
@@ -75,12 +78,11 @@ def peak(curve: Curve | None = None) -> Iterator[Memory]:
     """Watch the code inside; the `Memory` that it yields can be read at any time, also afterwards.
 
     Args:
-        curve: records every change over time; on the CPU.
+        curve: records every change over time.
     """
     memory = Memory(curve)
     with _Watching(memory):
         yield memory
-    memory._close()
 
 
 class StorageWatcher(Protocol):
@@ -123,58 +125,90 @@ class _Watching(TorchDispatchMode):
 
 
 class Memory:
-    """The bytes of storages made while it was watching: `now` those alive, `peak` those at the worst moment."""
+    """The bytes of storages made while it was watching: `now` those alive, `peak` those at the worst moment.
+
+    These are bytes of one kind of memory: of accelerators, all of them together, once a storage has been made on one;
+    before that, of the host. `peaks` has a line for each device.
+    """
 
     def __init__(self, curve: Curve | None = None) -> None:
-        self.now = 0
-        self.peak = 0
+        self._host, self._accelerators = _Level(), _Level()
+        self._level = self._host  # the kind that counts
+        self._devices: dict[torch.device, _Level] = {}
         self._curve = curve
-        self._lives = Lifetimes()
         # Storages die in any thread, and a garbage collection can free one in the middle of a change here, in the same
         # thread. So a death only adds its key to `_dead`, and whoever is changing something handles it at the end.
         self._turn = threading.RLock()
         self._changing = False
-        self._dead: list[int] = []
-        self._on_gpus = 0
-        self._gpus = [_Gpu(k) for k in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+        self._dead: list[tuple[int, torch.device]] = []
+
+    @property
+    def now(self) -> int:
+        """Bytes alive."""
+        return self._level.now
+
+    @property
+    def peak(self) -> int:
+        """Bytes alive at the worst moment."""
+        return self._level.peak
+
+    @peak.setter
+    def peak(self, value: int) -> None:
+        self._level.peak = value
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The most bytes that were alive at once on each device, by its name."""
+        return {str(device): level.peak for device, level in self._devices.items()}
 
     def see(self, tensor: torch.Tensor) -> None:
         """Count the tensor's storage from now until it dies; once, however often it is seen."""
         storage = storage_of(tensor)
-        if storage is None or tensor.device.type not in ("cpu", "meta"):
-            return  # another device's allocator counts for itself
-        key, size = storage._cdata, storage.nbytes()
+        if storage is None:
+            return
+        key, size, device = storage._cdata, storage.nbytes(), tensor.device
         with self._turn:
             self._changing = True
-            if key not in self._lives:
-                self._lives.begin(key, 0)
-                weakref.finalize(storage, self._died, key).atexit = False
-            self.now += self._lives.resize(key, size)  # also for a storage that has grown since it was last seen
+            level = self._level_of(device)
+            if key not in level.lives:
+                level.lives.begin(key, 0)
+                weakref.finalize(storage, self._died, key, device).atexit = False
+            self._grow(level, device, level.lives.resize(key, size))  # also one that has grown since it was last seen
             self._settle()
 
-    def _died(self, key: int) -> None:
-        self._dead.append(key)
+    def _level_of(self, device: torch.device) -> _Level:
+        """The bytes of this kind of memory; from its first storage on, those of accelerators are what counts."""
+        if is_of_host(device):
+            return self._host
+        if self._level is self._host:
+            self._level = self._accelerators
+            if self._curve is not None:
+                self._curve.clear()
+        return self._accelerators
+
+    def _grow(self, level: _Level, device: torch.device, change: int) -> None:
+        level.grow(change)
+        self._devices.setdefault(device, _Level()).grow(change)
+        if level is self._level and self._curve is not None:
+            self._curve.see(level.now)
+
+    def _died(self, key: int, device: torch.device) -> None:
+        self._dead.append((key, device))
         with self._turn:
             if not self._changing:
                 self._changing = True
                 self._settle()
 
     def _settle(self) -> None:
-        """Record the level, then remove the storages that have died in the meantime; the caller holds the lock."""
-        self._note_level()
+        """Remove the storages that have died in the meantime; the caller holds the lock."""
         while self._dead:
-            size, born = self._lives.end(self._dead.pop())
-            self.now -= size
-            if born is not None and self._curve is not None:
+            key, device = self._dead.pop()
+            level = self._level_of(device)
+            size, born = level.lives.end(key)
+            if born is not None and level is self._level and self._curve is not None:
                 self._curve.leave_out(born, size)
-            self._note_level()
+            self._grow(level, device, -size)
         self._changing = False
-
-    def _note_level(self) -> None:
-        self.peak = max(self.peak, self.now)
-        self._lives.level(self.now)
-        if self._curve is not None:
-            self._curve.see(self.now)
 
     def leave_out(self, tensor: torch.Tensor, *, from_now: bool = False) -> None:
         """Do not count the tensor's storage in `beyond`, neither in the past nor from now on, or only from now on."""
@@ -182,19 +216,20 @@ class Memory:
         if storage is not None:
             with self._turn:
                 self._changing = True
-                self._lives.leave_out(storage._cdata, from_now=from_now)
+                level = self._host if is_of_host(tensor.device) else self._accelerators
+                level.lives.leave_out(storage._cdata, from_now=from_now)
                 self._settle()
 
     def beyond(self, *, living: bool = False) -> int:
         """The most bytes at once, without storages that were left out and without those alive now.
 
-        At the end of a run the latter are its results. On a GPU nothing is left out.
+        At the end of a run the latter are its results.
 
         Args:
             living: count the storages that are alive now, too.
         """
         with self._turn:
-            return self._lives.most(living=living) + self._on_gpus
+            return self._level.lives.most(living=living)
 
     def curve_beyond(self, *, living: bool = False) -> tuple[int, ...]:
         """The bytes that `beyond` counts, over time, in equal parts of the time; empty without a curve."""
@@ -202,35 +237,51 @@ class Memory:
             if self._curve is None:
                 return ()
             # The curve is too high in the part of time in which a storage that is left out was made; `most` is exact.
-            most = self._lives.most(living=living)
-            return tuple(min(value, most) for value in self._curve.values(self._lives.left_out(living=living)))
+            lives = self._level.lives
+            most = lives.most(living=living)
+            return tuple(min(value, most) for value in self._curve.values(lives.left_out(living=living)))
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is counted and alive."""
         storage = storage_of(tensor)
-        return storage is not None and storage._cdata in self._lives
+        return storage is not None and storage._cdata in self._level.lives
 
     def alive(self) -> set[int]:
         """The keys of the storages that are counted and alive."""
-        return set(self._lives)
+        return set(self._level.lives)
+
+    def bytes_of(self, keys: Iterable[int]) -> int:
+        """The bytes of the storages with these keys, as far as they are counted and alive."""
+        return sum(map(self._level.lives.size, keys))
 
     def restart_peak(self) -> None:
         """Discard the worst moment so far."""
-        self.peak = self.now
         with self._turn:
-            self._lives.restart(self.now)
+            for level in (self._host, self._accelerators, *self._devices.values()):
+                level.peak = level.now
+                level.lives.restart(level.now)
 
-    def _close(self) -> None:
-        self.now += sum(gpu.now() for gpu in self._gpus)
-        self._on_gpus = sum(gpu.peak() for gpu in self._gpus)
-        self.peak += self._on_gpus
+
+class _Level:
+    """The bytes of some storages that are alive, the most that there were, and for how long there have been any."""
+
+    __slots__ = ("lives", "now", "peak")
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self.lives = Lifetimes()
+
+    def grow(self, change: int) -> None:
+        self.now += change
+        self.peak = max(self.peak, self.now)
+        self.lives.level(self.now)
 
 
 class Log:
-    """Births and deaths of storages on any device, in order, from which a worst moment without some of them follows.
+    """Births and deaths of storages, in order, from which a worst moment without some of them follows.
 
     Each storage has a number that no other one ever gets; 0 stands for all storages that were not made here. Use it
-    with `watching`.
+    with `watching`. As in a `Memory`, bytes are those of accelerators once a storage was made on one.
     """
 
     def __init__(self) -> None:
@@ -240,6 +291,8 @@ class Log:
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.events: list[tuple[int, int]] = []  # (number, change in bytes)
         self.sizes: dict[int, int] = {}
+        self._of_host: set[int] = set()  # numbers of storages in the host's memory
+        self._counts_host = True
 
     def see(self, tensor: torch.Tensor) -> None:
         """Record the tensor's storage, if it is new, and its bytes, from now until it dies."""
@@ -247,6 +300,10 @@ class Log:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known[key] = (next(self._numbers), 0)
+            if is_of_host(tensor.device):
+                self._of_host.add(self._known[key][0])
+            else:
+                self._counts_host = False
             self._references[key] = weakref.ref(storage, lambda _: self._died(key))
         number, before = self._known[key]
         self._known[key] = (number, size)
@@ -289,17 +346,26 @@ class Log:
 
     def bytes(self, numbers: Iterable[int]) -> int:
         """The bytes of the storages with these numbers; number 0 counts nothing."""
-        return sum(self.sizes.get(number, 0) for number in numbers)
+        uncounted = self._uncounted
+        return sum(self.sizes.get(number, 0) for number in numbers if number not in uncounted)
+
+    @property
+    def _uncounted(self) -> set[int]:
+        return set() if self._counts_host else self._of_host
 
     def level(self, start: int, stop: int, without: Iterable[int] = ()) -> tuple[int, int]:
         """The change in bytes from event `start` to event `stop`, and the largest change in between."""
-        left_out = set(without)
         level = most = 0
-        for number, change in self.events[start:stop]:
-            if number not in left_out:
-                level += change
-                most = max(most, level)
+        for change in self.changes(start, stop, without):
+            level += change
+            most = max(most, level)
         return level, most
+
+    def changes(self, start: int, stop: int, without: Iterable[int] = ()) -> Iterator[int]:
+        """The change in bytes with each event from `start` to `stop`."""
+        left_out = self._uncounted.union(without)
+        for number, change in self.events[start:stop]:
+            yield 0 if number in left_out else change
 
 
 class Places:
@@ -348,6 +414,11 @@ class Lifetimes:
 
     def __iter__(self) -> Iterator[int]:
         return iter(list(self._spans))
+
+    def size(self, key: int) -> int:
+        """The bytes of a living storage, 0 if it is not known."""
+        span = self._spans.get(key)
+        return 0 if span is None else span.size
 
     def begin(self, key: int, size: int, *, left_out: bool = False) -> None:
         """Record that a storage is made."""
@@ -454,6 +525,11 @@ class Curve:
         self._most: list[int] = []
         self._level = 0
 
+    def clear(self) -> None:
+        """Forget what was recorded so far, as if there had been nothing."""
+        self._most = []
+        self._level = 0
+
     def see(self, level: int) -> None:
         """Record that from now on there are `level` bytes."""
         share = self._share()
@@ -489,18 +565,3 @@ class Curve:
         share = int(elapsed / self._width)
         self._most += [self._level] * (share + 1 - len(self._most))
         return share
-
-
-class _Gpu:
-    """The CUDA allocator's statistics since this was made. Not run in the project's own tests, which have no GPU."""
-
-    def __init__(self, index: int) -> None:  # pragma: no cover
-        self._index = index
-        torch.cuda.reset_peak_memory_stats(index)
-        self._before = torch.cuda.memory_allocated(index)
-
-    def now(self) -> int:  # pragma: no cover
-        return torch.cuda.memory_allocated(self._index) - self._before
-
-    def peak(self) -> int:  # pragma: no cover
-        return torch.cuda.max_memory_allocated(self._index) - self._before

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import combinations, product
-from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from lowtide.torch.layers.sequential import LayerPlans
 from lowtide.torch.lean.call import can_lean, lean_menu
 from lowtide.torch.lean.graph import LeanPoint
 from lowtide.torch.lean.on_paper import lean_menu_on_paper
+from lowtide.torch.memory.accelerators import cpu_seconds_now
 from lowtide.torch.memory.tracker import Log, tensors_of, watching
 from lowtide.torch.model.apply import run_in
 from lowtide.torch.model.blocks import FoundBlock
@@ -125,14 +125,6 @@ def _pull(seed: torch.Tensor, args: Any, kwargs: Any, since: int) -> None:
     # Arguments that are not leaves, because they were copied for a block that changes them in place, are found by
     # `pulled` itself, like everything else that the graph reaches.
     pulled(seed, [t for t in tensors_of((args, kwargs)) if t.requires_grad and t.is_leaf], since)
-
-
-def seconds_now() -> float:
-    """A clock that other load on the machine affects as little as possible: CPU time, unless CUDA is used."""
-    if torch.cuda.is_initialized():  # pragma: no cover
-        torch.cuda.synchronize()
-        return perf_counter()
-    return process_time()
 
 
 _MOST_TIMINGS = 5  # of one form; the shortest counts
@@ -287,5 +279,5 @@ class Bench:
                 return call.timed(form, lambda: clock.seconds)
         times: list[tuple[float, float]] = []
         while len(times) < _MOST_TIMINGS and sum(map(sum, times)) < _ENOUGH_SECONDS:
-            times.append(call.timed(form, seconds_now))
+            times.append(call.timed(form, cpu_seconds_now))
         return min(times, key=sum)

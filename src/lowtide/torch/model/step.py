@@ -199,7 +199,7 @@ class _Levels:
 
     def __init__(self, log: Log, end: int) -> None:
         level, self._levels = 0, [0]
-        for _, change in log.events[:end]:
+        for change in log.changes(0, end):
             level += change
             self._levels.append(level)
 

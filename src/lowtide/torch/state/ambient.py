@@ -5,25 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from lowtide.torch.memory import recording
+from lowtide.torch.memory.accelerators import autocast_now
 from lowtide.torch.state.generators import Randomness
 from lowtide.torch.state.surroundings import Finds
 
 
-@cache
-def _has_cuda() -> bool:
-    return torch.cuda.is_available()
-
-
 def _settings() -> tuple[Any, ...]:
     """Default dtype and device, which attention kernels are allowed and in what order, overrides, and autocast."""
-    settings = (
+    return (
         torch.get_default_dtype(),
         # A default device is a mode on torch's stack; to ask for it takes longer than to look at the stack.
         torch.get_default_device() if torch._C._len_torch_function_stack() else None,
@@ -35,11 +30,8 @@ def _settings() -> tuple[Any, ...]:
         torch._C._get_sdp_priority_order(),
         torch._C._is_torch_function_enabled(),
         torch.is_autocast_cache_enabled(),
-        ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        *autocast_now(),
     )
-    if _has_cuda():  # pragma: no cover  (needs a GPU)
-        settings += (("cuda", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),)  # type: ignore[assignment]
-    return settings
 
 
 _AUTOCAST = 10  # where autocast begins in the settings

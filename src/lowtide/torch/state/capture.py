@@ -9,7 +9,7 @@ gradient would be lost.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count, islice
 from typing import Any, TypeGuard
@@ -48,7 +48,13 @@ def is_differentiable(leaf: Any) -> TypeGuard[torch.Tensor]:
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Where the tensor's gradient arrives; unlike the tensor it keeps no values alive."""
     node = tensor.grad_fn
-    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+    if node is not None:
+        return GradientEdge(node, tensor.output_nr)
+    if tensor.layout is torch.strided:
+        return get_gradient_edge(tensor)
+    with torch.enable_grad():  # of a sparse leaf there are no views, from which torch would know
+        above: Any = tensor.clone().grad_fn
+    return GradientEdge(above.next_functions[0][0], 0)
 
 
 def edges_of(leaves: list[Any]) -> list[GradientEdge | None]:
@@ -159,6 +165,55 @@ def pulled(
     with captured.without_hooks():
         results = gradients([seed], [*wanted, *others], [_ONE], keep=False)  # type: ignore[list-item]
     return results[: len(wanted)], results[len(wanted) :]
+
+
+# --- hooks of tensors that turn out to have no gradient
+
+
+class _Spared:
+    """A hook that is not called where there is no gradient, which autograd calls with None behind a Function."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, grad: torch.Tensor | None) -> Any:
+        return None if grad is None else self._hook(grad)
+
+
+class _SparedOnce:
+    """A hook for when a gradient has been added up, not called if nothing was added since it was spared."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+        self._untouched: Any = None
+
+    def spare(self, tensor: torch.Tensor) -> None:
+        """A backward is about to end at the tensor without a gradient for it."""
+        self._untouched = _mark_of(tensor.grad)
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        untouched, self._untouched = self._untouched, None
+        return None if untouched == _mark_of(tensor.grad) else self._hook(tensor)
+
+
+def _mark_of(grad: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if grad is None else (id(grad), grad._version)
+
+
+def spare_hooks(tensor: torch.Tensor) -> None:
+    """See to it that hooks of a tensor, for which a backward has found no gradient, are not called because of that.
+
+    In the plain loop nothing would lead to it. Where another part of the graph has a gradient for it, they are called.
+    """
+    hooks: Any = tensor._backward_hooks
+    for key, hook in (hooks or {}).items():
+        if not isinstance(hook, _Spared):
+            hooks[key] = _Spared(hook)
+    after: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    for key, hook in (after or {}).items():
+        if not isinstance(hook, _SparedOnce):
+            after[key] = hook = _SparedOnce(hook)
+        hook.spare(tensor)
 
 
 # --- the first step: what it is seen to use
@@ -362,16 +417,25 @@ class Walk:
         return k if k < 2 else min(k + -(k + self._turn) % self._every, last)
 
     @staticmethod
-    def check(k: int, results: list[Any], ends: set[GradientEdge], since: int, begun: int) -> None:
+    def check(
+        k: int, results: list[Any], ends: set[GradientEdge], since: int, begun: int, unseen: Sequence[str] = ()
+    ) -> None:
         """Refuse step k, which ran, if the graph of its results since `since` reaches anything but `ends`.
 
-        `begun` is the sequence number at which the loop began.
+        `begun` is the sequence number at which the loop began; `unseen` are classes of objects in the carry that have
+        tensors.
         """
         for edge in strangers(edge_set(results), ends, since):
             node = edge.node
             if is_out_of_reach(node):
                 continue
             variable = getattr(node, "variable", None)
+            if variable is None and unseen:
+                raise CheckpointError(
+                    f"the carry has a {unseen[0]}, whose tensors the loop does not see, so at step {k:,} a gradient "
+                    f"would be lost ({node.name()}); make {unseen[0]} a dataclass with its tensors as fields, return "
+                    "them in a tuple or a dict, or keep the object as an attribute of a module"
+                )
             if variable is None and node._sequence_nr() >= begun:
                 raise CheckpointError(
                     f"step {k:,} uses a tensor that an earlier step computed ({node.name()}) and put where it is not "

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from lowtide.errors import InputError
+from lowtide.torch.memory import accelerators
 from lowtide.torch.state.samples import read
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
@@ -61,6 +62,12 @@ class _TorchSource:
         found: bytes = read(state.data_ptr(), state.numel())
         return known if found == known else found
 
+    def beginning(self) -> bytes:
+        """Its state when its device came into use: no number has been drawn from this seed."""
+        twin = torch.Generator(self._generator.device)
+        twin.manual_seed(self._generator.initial_seed())
+        return _TorchSource(twin).read()
+
     def write(self, state: bytes) -> None:
         with self.one_at_a_time:
             # Made of bytes, so that nobody who counts tensors takes it for one of the function\'s.
@@ -68,42 +75,50 @@ class _TorchSource:
 
 
 class _PythonSource:
-    """A `random.Random`.
+    """A `random.Random`; its state is the bytes of its position and its words, and the normal number that waits.
 
-    To ask it for its state makes 625 numbers, which takes longer than many a function. The same numbers lie in the
-    object, behind what every Python object begins with, and are compared there; at import it is made sure that they do,
-    and if not, the object is asked.
+    To ask it for its state makes 625 numbers of Python's, which take longer than many a function, and ten times the
+    room. The same numbers lie in the object, behind what every Python object begins with, and are read there; at import
+    it is made sure that they do, and if not, the object is asked.
     """
 
-    __slots__ = ("generator", "memory")
-    _SIZE = 625 * 4  # the position and 624 words
+    __slots__ = ("_all", "generator", "memory")
 
     def __init__(self, generator: random.Random) -> None:
         self.generator = generator
-        size = _ENOUGH if _python_words_are_known() else 0
-        self.memory = (ctypes.c_char * size).from_address(id(generator) + object.__basicsize__)
+        address, are_known = id(generator) + object.__basicsize__, _python_words_are_known()
+        self.memory = (ctypes.c_char * (_ENOUGH if are_known else 0)).from_address(address)
+        self._all = (ctypes.c_char * (_PYTHONS_WORDS.size if are_known else 0)).from_address(address)
 
     def read(self, known: Any = None) -> Any:
-        words = self.memory.raw or self.generator.getstate()[1]
-        if known is not None and words == known[0] and self.generator.gauss_next == known[1][2]:  # type: ignore[attr-defined]
+        waits = self.generator.gauss_next  # type: ignore[attr-defined]
+        if known is not None and self.memory and known[0].startswith(self.memory.raw) and known[1] == waits:
             return known
-        return words, self.generator.getstate()
+        words = self._all.raw or _words_of(self.generator)
+        return known if known == (words, waits) else (words, waits)
 
     def write(self, state: Any) -> None:
-        self.generator.setstate(state[1])
+        position, *words = _PYTHONS_WORDS.unpack(state[0])
+        self.generator.setstate((random.Random.VERSION, (*words, position), state[1]))
+
+
+_PYTHONS_WORDS = struct.Struct("=625I")  # the position and 624 words
+
+
+def _words_of(generator: random.Random) -> bytes:
+    *words, position = generator.getstate()[1]
+    return _PYTHONS_WORDS.pack(position, *words)
 
 
 @functools.cache
 def _python_words_are_known() -> bool:
     """Whether the words of a `random.Random` lie where they are looked for."""
     base = random.Random.__base__
-    if sys.implementation.name != "cpython" or base.__basicsize__ < object.__basicsize__ + _PythonSource._SIZE:  # type: ignore[union-attr]
+    if sys.implementation.name != "cpython" or base.__basicsize__ < object.__basicsize__ + _PYTHONS_WORDS.size:  # type: ignore[union-attr]
         return False  # pragma: no cover  (another Python)
     generator = random.Random(7)
     generator.random()
-    memory = ctypes.string_at(id(generator) + object.__basicsize__, _PythonSource._SIZE)
-    position, *words = struct.unpack("=625I", memory)
-    return bool((*words, position) == generator.getstate()[1])
+    return ctypes.string_at(id(generator) + object.__basicsize__, _PYTHONS_WORDS.size) == _words_of(generator)
 
 
 def _same(state: Any, other: Any) -> bool:
@@ -180,11 +195,32 @@ _PYTHON = _PythonSource(random.random.__self__)  # type: ignore[attr-defined]
 _NUMPY = _NumpyGlobalSource()
 
 
+# A generator, and a state of it.
+_Mark = tuple[_Source, Any]
+
+
+@functools.cache
+def _sources_of(module: Any) -> tuple[_TorchSource, ...]:
+    return tuple(map(_TorchSource, accelerators.generators_of(module)))
+
+
+def _devices() -> tuple[_TorchSource, ...]:
+    """The generators of accelerators in use."""
+    module = accelerators.module_in_use()
+    return () if module is None else _sources_of(module)
+
+
+_WITHOUT_DEVICES = (_TORCH, _PYTHON, _NUMPY)
+
+
 def _shared() -> tuple[_Source, ...]:
     """The generators that everybody shares."""
-    if not torch.cuda.is_initialized():
-        return _TORCH, _PYTHON, _NUMPY
-    return _TORCH, _PYTHON, _NUMPY, *map(_TorchSource, torch.cuda.default_generators)  # pragma: no cover  (needs a GPU)
+    return *_WITHOUT_DEVICES, *_devices()
+
+
+def _since_in_use(known: int) -> list[_Mark]:
+    """If `known` shared generators are none of a device: those of devices in use by now, and where they began."""
+    return [(source, source.beginning()) for source in _devices()] if known == len(_WITHOUT_DEVICES) else []
 
 
 Signs = tuple[bytes | float | None, ...]
@@ -192,6 +228,7 @@ Signs = tuple[bytes | float | None, ...]
 # Bound to names of their own, which are quickest to read: these are asked at every call of `checkpoint`.
 _read_torchs, _write_torchs = torch.default_generator.get_state, torch.default_generator.set_state
 _one_at_a_time = _TorchSource.one_at_a_time
+_accelerator = torch.accelerator.current_accelerator
 
 
 def _look() -> tuple[torch.Tensor, Signs | None]:
@@ -201,15 +238,18 @@ def _look() -> tuple[torch.Tensor, Signs | None]:
     """
     with _one_at_a_time:
         state = _read_torchs()
-    if _numpys_bits() is not _NUMPY.bits or not _NUMPY.is_quick or not _PYTHON.memory or torch.cuda.is_initialized():
+    if _numpys_bits() is not _NUMPY.bits or not _NUMPY.is_quick or not _PYTHON.memory:
         return state, None
     address = state.data_ptr()  # at the ends are the seed, the position, and the normal number that waits
     return state, (read(address, _ENOUGH), read(address + state.numel() - _ENOUGH, _ENOUGH), *_words())
 
 
 def _words() -> Signs:
-    """Signs of Python's generator and numpy's."""
-    return _PYTHON.memory.raw, _PYTHON.generator.gauss_next, _NUMPY.words.raw, _NUMPY.position.raw  # type: ignore[attr-defined]
+    """Signs of Python's generator, numpy's, and those of accelerators."""
+    signs = _PYTHON.memory.raw, _PYTHON.generator.gauss_next, _NUMPY.words.raw, _NUMPY.position.raw  # type: ignore[attr-defined]
+    if _accelerator() is None:
+        return signs
+    return *signs, *(source.read() for source in _devices())
 
 
 def _source_of(generator: Any) -> _Source:
@@ -222,9 +262,6 @@ def state_of(generator: Any) -> Any:
     """The present state of a generator, as `Randomness` keeps it."""
     return _source_of(generator).read()
 
-
-# A generator, and a state of it.
-_Mark = tuple[_Source, Any]
 
 # The latest states of the shared ones, and their signs; calls that find the same have this very list. Not an attribute
 # of a class: Python tells threads that read one of its new value only after it has let the old one go.
@@ -271,7 +308,7 @@ class _StartingThere:
     def __enter__(self) -> None:
         self._torchs, signs = _look()
         if self._signs is None or signs != self._signs:
-            self._marks, self._signs = [*self._shared, *self._marks], None
+            self._marks, self._signs = [*self._shared, *_since_in_use(len(self._shared)), *self._marks], None
         for source, state in self._marks:
             present = source.read(state)
             self._held.append(present)
@@ -299,10 +336,11 @@ Mark = tuple[Any, ...]  # a state of each generator
 class Randomness:
     """The generators that everybody shares and some others, which can be put where they were at any mark."""
 
-    __slots__ = ("_mark", "_seen", "_sources", "start")
+    __slots__ = ("_known", "_mark", "_seen", "_sources", "start")
 
     def __init__(self, generators: Iterable[Any] = ()) -> None:
         self._sources: list[_Source] = list(_shared())
+        self._known = len(self._sources)
         self._seen: set[int] = {id(torch.default_generator), id(random.random.__self__)}  # type: ignore[attr-defined]
         self._mark: Mark = (None,) * len(self._sources)
         for generator in generators:
@@ -322,6 +360,13 @@ class Randomness:
         if id(generator) not in self._seen:
             self._seen.add(id(generator))
             self._sources.append(_source_of(generator))
+            self.start, self._mark = (*self.start, state), (*self._mark, None)
+
+    def meet_devices(self) -> None:
+        """Follow the generators of a device that came into use only now, from where they began."""
+        for source, state in _since_in_use(self._known):
+            self._known += 1
+            self._sources.append(source)
             self.start, self._mark = (*self.start, state), (*self._mark, None)
 
     def mark(self) -> Mark:
@@ -345,7 +390,7 @@ class Randomness:
         try:
             yield
         finally:
-            for source, state in held:
+            for source, state in [*held, *_since_in_use(self._known)]:
                 source.write(state)
 
 

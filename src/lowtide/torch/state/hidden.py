@@ -24,14 +24,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lowtide.errors import CheckpointError, InputError
-from lowtide.torch.state.bits import same_bits
+from lowtide.torch.memory.accelerators import is_of_host
 from lowtide.torch.state.capture import edge_of
 from lowtide.torch.state.generators import KINDS as GENERATORS
-from lowtide.torch.state.notes import SMALL, needs_grad
+from lowtide.torch.state.notes import SMALL, is_changed, needs_grad
 from lowtide.torch.state.samples import Sample, whole_sample_of
+from lowtide.torch.state.scripted import scripted_places
 from lowtide.torch.state.structure import (
     ATOMS,
     MISSING,
@@ -83,7 +85,9 @@ class _Record:
             for number in self.numbers(place):
                 copy = self.copies[number]
                 if copy is not None and copy.nbytes > SMALL:
-                    self._sums[number], self.copies[number] = whole_sample_of(copy), None
+                    self.copies[number] = None
+                    if is_of_host(copy.device):  # elsewhere versions have to do, since to read it would wait
+                        self._sums[number] = whole_sample_of(copy)
 
     def is_changed_in_place(self, place: int) -> bool:
         """Whether tensors of the slot were written to since."""
@@ -94,7 +98,7 @@ class _Record:
         if _version(tensor) != self.versions[number]:
             return True
         if copy is not None:
-            return not same_bits(tensor, copy)
+            return is_changed(tensor, self.versions[number], copy)
         return bool(self._sums[number] != 0 and whole_sample_of(tensor) != self._sums[number])
 
     def replaced(self) -> list[int]:
@@ -225,8 +229,14 @@ class Hidden:
             self._modules[id(module)] = module
             for name, parameter in module.named_parameters(recurse=False):
                 self.parameters.setdefault(id(parameter), f"{path}.{name}")
-            # A scripted module has no dictionaries of Python's.
-            if not isinstance(module, torch.jit.ScriptModule):
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+                raise InputError(
+                    f"{path} ({type(module).__name__}) is not initialised, which it can be only once; call it on an "
+                    "input before, as it is done before an optimizer is made"
+                )
+            if isinstance(module, torch.jit.ScriptModule):
+                yield from scripted_places(module, path)
+            else:
                 for mapping in (module._buffers, vars(module)):
                     yield from self._entries(mapping, path, list(mapping))
                     self._owners.append((mapping, path))

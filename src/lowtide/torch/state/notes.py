@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import CheckpointError
+from lowtide.torch.memory.accelerators import is_of_host
 from lowtide.torch.state.bits import same_bits
 from lowtide.torch.state.structure import MISSING, Place, Structure
 
@@ -252,7 +253,7 @@ class VersionsNote(Note):
 
 
 # Copies of tensors, so that calls that find the same values share one.
-_copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+_copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = {}
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -260,10 +261,14 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.nbytes > SMALL:
         return tensor.detach().clone()
     known = _copies.get(key)
-    if known is None or known[0]() is not tensor or not same_bits(known[1], tensor):
+    if known is None or known[0]() is not tensor or _is_other_now(tensor, known[1], known[2]):
         copy = tensor.detach().clone()
-        known = _copies[key] = (weakref.ref(tensor, lambda _: _copies.pop(key, None)), copy)
+        known = _copies[key] = (weakref.ref(tensor, lambda _: _copies.pop(key, None)), copy, tensor._version)
     return known[1]
+
+
+def _is_other_now(tensor: torch.Tensor, copy: torch.Tensor, version: int) -> bool:
+    return is_changed(tensor, version, copy) and _may_differ(tensor, copy)
 
 
 class ContentsNote(Note):
@@ -289,7 +294,7 @@ class ContentsNote(Note):
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
         """Write the values that the tensor had."""
-        if same_bits(self._tensor, self._copy):
+        if not _is_other_now(self._tensor, self._copy, self._version):
             return None
         if self._tensor.shape != self._copy.shape:
             raise CheckpointError(
@@ -307,7 +312,9 @@ class ContentsNote(Note):
     def undo(self, now: Any) -> None:
         """Write the values that the tensor has now."""
         values = self._copy if now is None else now
-        if not same_bits(self._tensor, values):
+        if (now is not None or is_changed(self._tensor, self._version, self._copy)) and _may_differ(
+            self._tensor, values
+        ):
             self._tensor.data.copy_(values)
 
 
@@ -326,8 +333,22 @@ def may_be_copied(tensor: torch.Tensor, most: float = SMALL) -> bool:
 
 
 def is_changed(tensor: torch.Tensor, version: int, copy: torch.Tensor) -> bool:
-    """Whether a tensor was written to since it had this version and these values; BatchNorm leaves the version."""
-    return tensor._version != version or not same_bits(tensor, copy)
+    """Whether a tensor was written to since it had this version and these values; BatchNorm leaves the version.
+
+    On a device, where to look would wait, what may be such statistics is taken to be changed.
+    """
+    if tensor._version != version:
+        return True
+    return not same_bits(tensor, copy) if is_of_host(tensor.device) else may_be_statistics(tensor)
+
+
+def may_be_statistics(tensor: torch.Tensor) -> bool:
+    """Whether the tensor may be running statistics, to which torch writes without counting a version."""
+    return tensor.dim() == 1 and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
+
+
+def _may_differ(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    return not is_of_host(tensor.device) or not same_bits(tensor, copy)
 
 
 def entries_of(owner: dict[Any, Any]) -> dict[Any, Any]:

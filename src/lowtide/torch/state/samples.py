@@ -3,8 +3,8 @@
 A small tensor is read whole, of a large one at least 1,024 numbers that are spread over it. That finds what changes
 many numbers; what changes one row of thousands it may miss. On the CPU a sample is a checksum of raw memory, read by
 its address: a numpy view of a tensor would make its storage unresizable, on which FSDP relies. On a device it is a
-small tensor on that device, since to read it would wait; such samples are compared together, once, at the end of the
-backward, and before an optimizer steps inside it.
+checksum that stays there, a tensor of 8 bytes, since to read it would wait; such samples are compared together, once,
+at the end of the backward, and before an optimizer steps inside it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.torch.state.bits import words
 
@@ -31,6 +34,7 @@ PLAIN_DISPATCH = torch._C._disabled_torch_dispatch_impl  # of classes of tensors
 _WORKSPACE = torch.uint8  # what kernels save for themselves, parts of which they never fill
 WHOLE = 4096  # bytes up to which memory is read whole
 _NUMBERS = 1024  # read of anything larger, at least
+_MOST_NUMBERS = 8 * _NUMBERS  # real and imaginary parts of numbers that are spread as unevenly as possible
 checksum = zlib.crc32
 # Like `ctypes.string_at`, without its detour by Python.
 read = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
@@ -53,7 +57,7 @@ def sample_of(tensor: torch.Tensor) -> Sample:
     if tensor.is_meta or tensor.dtype is _WORKSPACE or tensor._is_zerotensor():
         return 0
     if not tensor.is_cpu:
-        return _spread(tensor.detach())  # pragma: no cover  (needs a GPU)
+        return _checksum_there(tensor.detach())
     size = tensor.nbytes
     if size <= WHOLE and tensor.is_contiguous():  # the usual case: this takes less than a microsecond
         return checksum(read(tensor.data_ptr(), size))
@@ -63,7 +67,7 @@ def sample_of(tensor: torch.Tensor) -> Sample:
 def _sample_of_memory(tensor: torch.Tensor, size: int) -> int:
     """The sample of a tensor on the CPU that is large, or not contiguous."""
     if not tensor.is_contiguous() and not _is_dense(tensor.shape, tensor.stride()):
-        gathered = _spread(tensor.detach())
+        gathered = words(_spread(tensor.detach())).clone(memory_format=torch.contiguous_format)
         return checksum(read(gathered.data_ptr(), gathered.nbytes))
     if size <= WHOLE:
         return checksum(read(tensor.data_ptr(), size))
@@ -125,7 +129,7 @@ def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers that are spread over a tensor, as words; gathered where the tensor is."""
+    """A view of at most `_MOST_NUMBERS` numbers that are spread over a tensor."""
     for dim in sorted(range(tensor.dim()), key=tensor.stride, reverse=True):
         if tensor.stride(dim) == 0:
             tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
@@ -135,48 +139,113 @@ def _spread(tensor: torch.Tensor) -> torch.Tensor:
             step = min(tensor.shape[dim], -(-count // (2 * _NUMBERS)))
             tensor = tensor[(slice(None),) * dim + (slice(None, None, step),)]
             count = tensor.numel()
-    return words(tensor).clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _checksum_there(tensor: torch.Tensor) -> torch.Tensor:
+    """A checksum of numbers that are spread over a tensor, as a tensor of 8 bytes where that tensor is.
+
+    Each word has a factor of its own, so numbers that change places change the sum. Whole numbers are added, so the
+    order in which that is done does not matter.
+    """
+    numbers = words(_spread(tensor))
+    factors = _factors(numbers.device)[: numbers.numel()]
+    return torch.mul(numbers, factors.view(numbers.shape)).sum(dtype=torch.int64)
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False), _disable_current_modes():
+        odd = torch.arange(_MOST_NUMBERS) * 2_654_435_761 | 1  # multiples of 2**32 over the golden ratio
+        return odd.to(torch.int32).to(device)
 
 
 # --- samples on a device: compared together, when the backward ends
 
 
-class _PendingComparisons(threading.local):
+class _Comparisons:
+    """Those that wait for the end of one backward. It owns them: a backward that fails takes them along."""
+
+    __slots__ = ("__weakref__", "_pairs")
+
     def __init__(self) -> None:
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor, Callable[[], Exception | None]]] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor, Callable[[], Exception | None]]] = []
+
+    def add(self, first: torch.Tensor, again: torch.Tensor, error: Callable[[], Exception | None]) -> None:
+        self._pairs.append((first, again, error))
+
+    def __call__(self) -> None:
+        """Read all of them, in one go."""
+        pairs, self._pairs = self._pairs, []
+        if not pairs:
+            return
+        device = pairs[0][0].device
+        firsts = torch.stack([first.to(device) for first, _, _ in pairs])
+        agains = torch.stack([again.to(device) for _, again, _ in pairs])
+        for is_other, (_, _, error) in zip(torch.ne(firsts, agains).tolist(), pairs, strict=True):
+            if is_other and (made := error()) is not None:
+                raise made
 
 
-_pending = _PendingComparisons()
+# By the number of the backward, since it may run in several threads, one for each device.
+_waiting: weakref.WeakValueDictionary[int, _Comparisons] = weakref.WeakValueDictionary()
 _at_the_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+_NO_BACKWARD = -1
+
+
+class _Outermost(threading.local):
+    waiting: _Comparisons | None = None
+
+
+_outermost = _Outermost()
+
+
+@contextmanager
+def one_backward(gradients: Iterable[torch.Tensor | None]) -> Iterator[None]:
+    """Inside, backwards are parts of the one that is running: what they compare is read at the end of that one.
+
+    Only if it has gradients on a device: on the CPU everything is compared at once.
+    """
+    before = _outermost.waiting
+    there = any(gradient is not None and not gradient.is_cpu for gradient in gradients)
+    if before is None and there and is_in_backward():
+        _outermost.waiting = _of_this_backward()
+    try:
+        yield
+    finally:
+        _outermost.waiting = before
+
+
+def _of_this_backward() -> _Comparisons:
+    backward = torch._C._current_graph_task_id()
+    waiting = _waiting.get(backward)
+    if waiting is None:
+        _waiting[backward] = waiting = _Comparisons()
+        _compare_before_optimizers()
+        _at_the_end(waiting)
+    return waiting
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is running a backward."""
+    return torch._C._current_graph_task_id() != _NO_BACKWARD
 
 
 def compare_later(first: torch.Tensor, again: torch.Tensor, error: Callable[[], Exception | None]) -> None:
     """Compare two samples on a device when the backward ends, or now if none is running; `error` makes the error."""
-    _pending.pairs.append((first, again, error))
-    if len(_pending.pairs) > 1:
-        return  # it is arranged for
-    _compare_before_optimizers()
-    try:
-        _at_the_end(compare_pending)
-    except RuntimeError:  # torch accepts such a callback only during a backward
-        compare_pending()
+    waiting = _outermost.waiting
+    if waiting is None:
+        waiting = _of_this_backward() if is_in_backward() else _Comparisons()
+    waiting.add(first, again, error)
+    if not is_in_backward():
+        waiting()
 
 
 def compare_pending() -> None:
-    """Read all comparisons that wait, in one go."""
-    pairs, _pending.pairs = _pending.pairs, []
-    if not pairs:
-        return
-    differ = torch.stack([_differ(first, again).to(pairs[0][0].device) for first, again, _ in pairs]).tolist()
-    for is_other, (_, _, error) in zip(differ, pairs, strict=True):
-        if is_other and (made := error()) is not None:
-            raise made
-
-
-def _differ(first: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
-    if first.shape != again.shape:
-        return torch.ones((), dtype=torch.bool)
-    return torch.ne(first, again).any()
+    """Read all comparisons that wait for the end of the backward that is running, if one is."""
+    waiting = _outermost.waiting or _waiting.get(torch._C._current_graph_task_id())
+    if waiting is not None:
+        waiting()
 
 
 @functools.cache

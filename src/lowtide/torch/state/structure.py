@@ -43,6 +43,7 @@ MOST_ENTRIES = 10_000  # of a container; a longer one is data
 _MOST_DEPTH = 16
 _FOREIGN = frozenset({"torch", "numpy", "lowtide", "builtins"})
 _STDLIB = sysconfig.get_paths()["stdlib"]
+_INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib"))
 _KEEPERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # of the standard library, for the user's
 _FUNCTIONS = frozenset({types.FunctionType, types.MethodType})
 _CONTAINERS = (list, dict, set, deque)
@@ -64,6 +65,13 @@ def is_foreign(module_name: str | None) -> bool:
         return top in _FOREIGN
     file = getattr(sys.modules.get(top), "__file__", None)
     return file is None or file.startswith(_STDLIB)  # somebody's own `trace.py` is not
+
+
+@functools.cache
+def is_installed(module_name: str) -> bool:
+    """Whether a module of this name is from a package that was installed, not of the user's own."""
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    return file is not None and file.startswith(_INSTALLED)
 
 
 _plain_kinds: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()

@@ -36,7 +36,15 @@ from torch import nn
 
 from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.samples import sample_of
-from lowtide.torch.state.structure import MODULE_INTERNALS, NUMBERS, is_foreign, is_iterator, is_plain_object, slots_of
+from lowtide.torch.state.structure import (
+    MODULE_INTERNALS,
+    NUMBERS,
+    is_foreign,
+    is_installed,
+    is_iterator,
+    is_plain_object,
+    slots_of,
+)
 
 _MOST_DEPTH = 8  # of functions that name functions
 _MOST_FOUND = 100  # of a container that are looked at
@@ -280,6 +288,17 @@ class Things:
         """Names of the values that are tensors or have tensors in them, with each of these."""
         return ((name, part) for name, value in self.values() for part in _tensors_in(value))
 
+    def counts(self) -> dict[str, float]:
+        """Numbers of the user's own among them, by name: not those of a progress bar's class that is installed."""
+        found: dict[str, float] = {}
+        theirs: tuple[str, ...] = ()
+        for name, value in self.values():
+            if is_installed(type(value).__module__):
+                theirs += (f"{name}.",)
+            elif not name.startswith(theirs):
+                found.update(_counts_in(name, value))
+        return found
+
     def look(self) -> Look:
         """What can be seen of them now, by name."""
         seen: Look = {"random": random.getstate()[1][-1], "np.random": _numpy_position()}
@@ -319,6 +338,14 @@ def _put_back_variables(function: types.FunctionType, before: Look) -> None:
     for name in names_in(function.__code__):
         if _is_count(space.get(name)) and _is_count(before.get(name)):
             space[name] = before[name]
+
+
+def _counts_in(name: str, value: Any) -> dict[str, float]:
+    """A number, or the whole ones in a small dictionary or list, by name; others there are the latest of something."""
+    if type(value) in (dict, list) and len(value) <= _MOST_FOUND:
+        entries = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        return {f"{name}[{key!r}]": part for key, part in entries if type(part) is int}
+    return {name: value} if type(value) in (int, float) else {}
 
 
 def _is_count(value: Any) -> bool:
@@ -465,7 +492,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from (part for part in entries[-_MOST_ENTRIES[0] :] if isinstance(part, torch.Tensor))
 
 
-# --- containers that grow in a rerun
+# --- what of the user's a rerun changes
 
 _CONTAINERS = (list, dict, deque, set)
 
@@ -474,48 +501,56 @@ _looked: dict[int, weakref.ref[Any]] = {}
 _told: set[tuple[str, str]] = set()
 
 
-def first_look(*things: Any) -> Growth | None:
-    """Lengths of the containers of functions and modules about to run again; None if they were looked at before."""
+def first_look(*things: Any, counts: bool) -> SideEffects | None:
+    """What functions and modules that are about to run again may change; None if they were looked at before."""
     for thing in things:
         if id(_key_of(thing)) not in _looked:
-            return Growth(*things)
+            return SideEffects(*things, counts=counts)
     return None
 
 
-class Growth:
-    """How long the containers are that functions or modules can see."""
+class SideEffects:
+    """How long the containers are that functions or modules can see, and, with `counts`, how far their counters."""
 
-    def __init__(self, *things: Any) -> None:
+    def __init__(self, *things: Any, counts: bool) -> None:
         self._keys = [_key_of(thing) for thing in things]
         finds = Finds(things)
-        modules = [module for root in finds.modules for module in root.modules()]
-        found = {id(value): (name, value) for name, value in Things(finds, modules).values()}
-        self._lengths = [(name, value, len(value)) for name, value in found.values() if isinstance(value, _CONTAINERS)]
-
-    def grown(self) -> list[tuple[str, Any]]:
-        """Containers that are longer by now, with their names."""
-        return [(name, container) for name, container, length in self._lengths if len(container) > length]
+        self._things = Things(finds, [module for root in finds.modules for module in root.modules()])
+        found = {id(value): (name, value) for name, value in self._things.values() if isinstance(value, _CONTAINERS)}
+        self._lengths = [(name, value, len(value)) for name, value in found.values()]
+        self._counts = self._things.counts() if counts else {}
 
     def tell(self) -> None:
-        """Warn of containers that are longer by now, and have these functions and modules looked at no more."""
+        """Warn of what has grown or moved by now, and have these functions and modules looked at no more."""
         for key in self._keys:
             _remember(key)
-        for name, _ in self.grown():
-            key = self._keys[0]
-            warn_of_growth(name, getattr(key, "co_name", getattr(key, "__name__", type(key).__name__)))
+        key = self._keys[0]
+        function = getattr(key, "co_name", getattr(key, "__name__", type(key).__name__))
+        for name, container, length in self._lengths:
+            if len(container) > length:
+                _warn_of_side_effect(f"`{name}` grew", function, "it has entries twice", _AS_AN_OUTPUT)
+        now = self._things.counts() if self._counts else {}
+        moved = [f"`{name}`" for name, then in self._counts.items() if now.get(name, then) != then]
+        if moved:
+            more = f" and {len(moved) - _MOST_NAMES:,} more" if len(moved) > _MOST_NAMES else ""
+            names = ", ".join(moved[:_MOST_NAMES]) + more
+            _warn_of_side_effect(f"{names} moved", function, "they go on further than in a plain run", _IN_A_MODULE)
 
 
-def warn_of_growth(name: str, function: str) -> None:
-    """Warn, once, that a container grew while a function was run again."""
-    if (name, function) in _told:
+_MOST_NAMES = 4
+_AS_AN_OUTPUT = "return what is collected as an output of the function"
+_IN_A_MODULE = "make the counter an attribute of a module, where it is put back"
+
+
+def _warn_of_side_effect(what: str, function: str, so: str, instead: str) -> None:
+    if (what, function) in _told:
         return
-    _told.add((name, function))
+    _told.add((what, function))
     warnings.warn(
-        f"`{name}` grew while `{function}` was recomputed for the backward: side effects run again in a recomputation, "
-        "so it has entries twice. Guard them with `if not lt.is_recomputing():`, or return what is collected as an "
-        "output of the function",
+        f"{what} while `{function}` was recomputed for the backward: side effects run again in a recomputation, so "
+        f"{so}. Guard them with `if not lt.is_recomputing():`, or {instead}",
         UserWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
 
 

@@ -1,14 +1,15 @@
 """Nested values taken apart into leaves and put together again, fast enough to do it at every step.
 
-The rules are those of torch's own pytrees (anything registered there is known here), with one exception: None
-has no leaves. A `Form` is learned once from a value; taking apart a later value by it is also the check that the
-structure has not changed.
+The rules are those of torch's own pytrees (anything registered there is known here), with two exceptions: None has no
+leaves, and an instance of a dataclass whose attributes are its fields is a container of them. A `Form` is learned once
+from a value; taking apart a later value by it is also the check that the structure has not changed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class _Leaf(TreeForm):
         return [value]
 
     def take(self, value: Any, leaves: list[Any], path: str) -> None:
-        if value is None or _is_node(value):
+        if value is None or _is_node(value) or _is_dataclass(value):
             raise FormError(f"{_described(value)}{_at(path)} where a single value was")
         leaves.append(value)
 
@@ -168,7 +169,7 @@ def form_of(value: Any) -> TreeForm:
     if kind is defaultdict:
         return _form_of_mapping(value, lambda items: defaultdict(value.default_factory, items))
     if not _is_node(value):
-        return _Leaf()
+        return _form_of_dataclass(value) if _is_dataclass(value) else _Leaf()
     children, context, keys = _opened(value)
     unflatten = torch_trees.SUPPORTED_NODES[_registered(value)].unflatten_fn
 
@@ -201,6 +202,31 @@ def _form_of_mapping(value: dict[Any, Any], make: Callable[[Iterable[Any]], Any]
         [form_of(value[name]) for name in names],
         read,
         lambda children: make(zip(names, children, strict=True)),
+    )
+
+
+def _is_dataclass(value: Any) -> bool:
+    """Whether it is an instance of a dataclass that keeps nothing but its fields."""
+    if not is_dataclass(value) or isinstance(value, type | torch.nn.Module):
+        return False
+    return getattr(value, "__dict__", {}).keys() <= {field.name for field in fields(value)}
+
+
+def _form_of_dataclass(value: Any) -> TreeForm:
+    kind, names = type(value), [field.name for field in fields(value) if hasattr(value, field.name)]
+
+    def write(children: list[Any]) -> Any:
+        made = object.__new__(kind)  # not called: `__post_init__` has done its work on what these fields came from
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+    return _Node(
+        kind,
+        [f".{name}" for name in names],
+        [form_of(getattr(value, name)) for name in names],
+        lambda other: [getattr(other, name) for name in names],
+        write,
     )
 
 

@@ -1,0 +1,87 @@
+"""Budgets of loops of all kinds, the odd ones among them, are kept as two trackers see it, or refused before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import lowtide.torch as lt
+from lowtide import BudgetError, Plan
+from tests.torch.loops.random_loops import kept_by_plain, peaks, random_loop
+
+FEW = [0, 3, 13, 17, 24, 33, 39, 59]  # one of each kind
+# With a fold or the last output alone, a step's working set is not what most steps take, and the state may be much
+# larger than the tape; near the least budget, all that is fixed is a large part of it.
+NOT_USED = ("reduced fold", "reduced last")
+
+
+def least_of(seed: int, *, short: bool = False) -> int:
+    """The minimum that the error names."""
+    with pytest.raises(BudgetError) as caught:
+        peaks(random_loop(seed, short=short)[0], 1)
+    return caught.value.least
+
+
+def check_budget(seed: int) -> str:
+    """Run a random loop within a random budget; returns how much of it was used."""
+    low, (_, share) = least_of(seed), random_loop(seed)
+    budget = int(low + share * max(0, kept_by_plain(random_loop(seed)[0]) - low))
+    loop, _ = random_loop(seed)
+    with lt.record(memory=False) as receipt:
+        most = max(peaks(loop, budget))
+    assert most <= budget, f"{loop.kind} {seed}: {most:,} B of {budget:,} B"
+    again = receipt.plain_runs + receipt.probe_runs
+    if again and budget >= 1.25 * low and loop.kind not in NOT_USED:
+        assert most >= 0.7 * budget, f"{loop.kind} {seed}: {most:,} B of {budget:,} B used with {again} runs more"
+    return f"{loop.kind}: {most / budget:.0%} of the budget used"
+
+
+def check_least(seed: int) -> None:
+    """The least budget works, and with 3% less nothing is exceeded."""
+    low = least_of(seed, short=True)
+    assert max(peaks(random_loop(seed, short=True)[0], low)) <= low
+    less = int(0.97 * low)
+    try:
+        most = max(peaks(random_loop(seed, short=True)[0], less))
+    except BudgetError:
+        return
+    assert most <= less
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_a_random_loop_keeps_its_budget(seed: int, record_property: Callable[[str, object], None]) -> None:
+    record_property("figure", check_budget(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 300, 10))
+def test_random_loops_keep_their_budgets(first: int) -> None:
+    for seed in range(first, first + 10):
+        check_budget(seed)
+
+
+@pytest.mark.parametrize("seed", [4, 6, 24, 31])
+def test_the_least_budget_works(seed: int) -> None:
+    check_least(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1_000, 1_500, 10))
+def test_least_budgets_work_at_the_first_try(first: int) -> None:
+    for seed in range(first, first + 10):
+        check_least(seed)
+
+
+def test_a_least_budget_that_means_many_runs_comes_with_one_that_does_not() -> None:
+    cell = torch.nn.GRUCell(4, 4)
+
+    def run(budget: int) -> Plan:
+        return lt.plan_scan(lambda h, x: (cell(x, h), h), torch.zeros(2, 4), torch.randn(300, 2, 4), budget=budget)
+
+    with pytest.raises(BudgetError, match="a step runs at most 4 times on average") as caught:
+        run(1)
+    assert caught.value.quick is not None
+    assert run(caught.value.least).runs_per_step > 4
+    assert run(caught.value.quick).runs_per_step <= 4
