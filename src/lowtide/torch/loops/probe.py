@@ -626,7 +626,7 @@ class Lookout:
         return min(LOOKED_AT, self._runner.length)
 
     def _chosen(self, costs: ProbedCosts) -> Plan:
-        return costs.within(costs.bytes_of(self._budget))
+        return costs.within(costs.bytes_of(self._budget)).logged("a loop")
 
     def _measure(self, k: int) -> _StepBytes:
         """Run step k, the next one, to find out what it costs."""
