@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -316,3 +320,20 @@ def test_what_is_missing_is_said_with_its_command(monkeypatch: pytest.MonkeyPatc
     assert found["matplotlib"] == 'not installed: `pip install "lowtide[report]"`'
     assert found["torch"] == "2.99.1 (tested: 2.13)"
     assert found["jax"] == "0.10.0"
+
+
+@pytest.mark.slow
+def test_a_broken_engine_is_found_by_the_command_itself(tmp_path: Path) -> None:
+    """A copy of the source in which a loop leaves out its last step."""
+    source = Path(lowtide.__file__).parent
+    shutil.copytree(source, tmp_path / "lowtide", ignore=shutil.ignore_patterns("__pycache__"))
+    broken = tmp_path / "lowtide" / "torch" / "__init__.py"
+    broken.write_text(
+        broken.read_text() + "\n\ndef checkpointed_for_loop(f, xs, **_):\n    return for_loop(f, xs[:-1])\n"
+    )
+    command = [sys.executable, "-m", "lowtide", "doctor", "--quick", "--device", "torch:cpu"]
+    there = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    bad = [line.split("|")[2].strip() for line in done.stdout.splitlines() if "**NO**" in line]
+    assert bad == ["random numbers", "hidden state"]
