@@ -288,7 +288,8 @@ def test_copies_to_the_host_are_counted() -> None:
 
 def test_where_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked of torch about one, without one."""
-    meta, asked_for = torch.device("meta"), []
+    meta = torch.device("meta")
+    asked_for: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", asked_for.append)
     torch_checks.synchronize(meta)
     assert asked_for == [meta]
