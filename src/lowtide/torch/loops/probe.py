@@ -632,7 +632,7 @@ class Lookout:
         return min(LOOKED_AT, self._runner.length)
 
     def _chosen(self, costs: ProbedCosts) -> Plan:
-        return costs.within(self._allowed(costs))
+        return costs.within(self._allowed(costs)).logged("a loop")
 
     def _allowed(self, costs: ProbedCosts) -> int:
         """The bytes of the budget, which may be a share of all tapes."""
