@@ -31,8 +31,8 @@ STATE = (
     Mutant(
         "a rerun of a loop leaves its generators where it has drawn",
         "torch/state/generators.py",
-        "for source, state in [*held, *_since_in_use(self._known)]:\n                source.write(state)\n",
-        "for source, state in [*held, *_since_in_use(self._known)]:\n                source.read(state)\n",
+        "            self.restore(mark)\n            for source, state",
+        "            self.mark()\n            for source, state",
         (f"{_LOOPS}/test_corners.py::test_generators_are_where_they_were_before_the_backward",),
     ),
     Mutant(

@@ -14,7 +14,7 @@ from tests.torch.networks import NETWORKS, differences, outcome, plain
 KNOBS: dict[str, dict[str, Any]] = {
     "base 6": {"base": 6},
     **{f"checkpoints {k}": {"checkpoints": k} for k in range(1, 6)},
-    "budget": {"budget": 40_000},
+    "budget": {"budget": 60_000},
     "no knob": {},
     "reverse": {"base": 5, "reverse": True},
     "sum": {"checkpoints": 3, "reduce": "sum"},

@@ -24,7 +24,7 @@ def test_a_tape_that_stays_while_later_steps_run() -> None:
     from lowtide.planners.choose import choose
 
     w = torch.randn(3, 3, requires_grad=True)
-    costs = [StepCost(10, tape) for tape in (10, 300, 300, 10, 300, 300, 10, 10)]
+    costs = [StepCost(100, tape) for tape in (100, 3000, 3000, 100, 3000, 3000, 100, 100)]
 
     def step(h: torch.Tensor, _: Any) -> Any:
         h = torch.tanh(h @ w)
@@ -35,7 +35,7 @@ def test_a_tape_that_stays_while_later_steps_run() -> None:
         h, y = step(h, None)
         rows.append(y)
     expected = torch.autograd.grad(torch.stack(rows).square().sum(), w)[0]
-    for budget in (350, 400, 640, 700, 900):
+    for budget in (3500, 4000, 6400, 7000, 9000):
         plan = choose(Chain.of(costs), budget)
         assert isinstance(plan, Plan)
         assert plan.knob == Knob("budget", budget)
