@@ -66,14 +66,14 @@ def test_steps_ask_their_source_each_time() -> None:
         (lambda: lt.Steps([1], 1.5), r"^Steps\(length\)=1.5 is a float"),  # type: ignore[arg-type]
         (
             lambda: Inputs(None, None, False),
-            r"^how many steps. give length=, or xs with tensors or Steps that have a length \(the arguments of a scan are f, init",
+            r"^how many steps. give length=, or xs with tensors or Steps that have a length .the arguments",
         ),
         (lambda: Inputs(lt.Steps(lambda k: k), None, False), "^how many steps"),
         (lambda: Inputs(None, None, False), "or xs with tensors"),
         (lambda: Inputs(None, -2, False), "^length=-2 is too small"),
         (
             lambda: Inputs({"a": torch.zeros(1200), "b": lt.Steps([1, 2])}, 3, False),
-            r"^unequal numbers of steps \(xs\['a'\]: 1,200, xs\['b'\]: 2, length: 3\); give .* the same first axis, and stack a list that",
+            r"^unequal numbers of steps \(xs\['a'\]: 1,200, xs\['b'\]: 2, length: 3\); give .* the same first axis, and stack",  # noqa: E501
         ),
         (
             lambda: Inputs((torch.zeros(2), np.zeros(2)), None, False),
