@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +21,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide.jax
 import lowtide.torch as lt
-from lowtide import doctor
+from lowtide import doctor, packages
 from lowtide.cli import main
-from lowtide.doctor import examine, jax_checks, planner_checks, programs, torch_checks
+from lowtide.doctor import environment, examine, jax_checks, planner_checks, programs, torch_checks
 from lowtide.doctor.findings import Fact, Finding, Report, from_line, to_line
 from lowtide.errors import InputError, MissingPackageError
 from lowtide.planners import choose as planning
@@ -133,6 +138,7 @@ def test_reruns_that_repeat_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -
         assert finding.holds is False, finding
 
 
+@pytest.mark.long
 def test_a_plan_that_is_not_followed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lt, "apply", lambda *_: None)
     outcome = torch_checks.model_peak(programs.QUICK, CPU)
@@ -173,7 +179,6 @@ def test_an_exception_does_not_hold_and_a_missing_package_is_left_out() -> None:
     assert found == Finding("d", "c", None, "left out: lean needs scipy")
 
 
-@pytest.mark.long
 def test_a_process_that_crashes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "false")
     assert list(examine.apart("torch", (), quick=True)) == [
@@ -279,3 +284,57 @@ def test_copies_to_the_host_are_counted() -> None:
         x.sum().item()
         x.to("meta")
     assert copies.count == 2
+
+
+def test_where_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of torch about one, without one."""
+    meta = torch.device("meta")
+    asked_for: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", asked_for.append)
+    torch_checks.synchronize(meta)
+    assert asked_for == [meta]
+    monkeypatch.setattr(torch_checks, "_copies", lambda _, steps, __: [steps, steps])
+    assert torch_checks.host_copies(programs.QUICK, meta) == (True, "1 for each step, 1 in the plain loop")
+    monkeypatch.setattr(torch_checks, "_copies", lambda _, steps, __: [0, steps])
+    assert torch_checks.host_copies(programs.QUICK, meta).holds is False
+    allocator = OfTensors()
+    allocator.close()
+    monkeypatch.setattr(torch, "accelerator", allocator)
+    assert torch_checks.allocator_of(CPU) is allocator
+
+
+def test_what_is_no_number_of_the_other_is_different() -> None:
+    one = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2), "d": torch.tensor(0.0)}
+    other = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.int32), "d": torch.tensor(-0.0), "e": torch.ones(1)}
+    assert programs.differences(one, other) == ["a", "b", "c", "d", "e"]
+
+
+def test_what_is_missing_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name in ("scipy", "matplotlib"):
+            raise metadata.PackageNotFoundError(name)
+        return "2.99.1" if name == "torch" else packages.TESTED.get(name, "1") + ".0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = {fact.name: fact.text for fact in environment.facts()}
+    assert found["scipy"] == "not installed: `pip install scipy`"
+    assert found["matplotlib"] == 'not installed: `pip install "lowtide[report]"`'
+    assert found["torch"] == "2.99.1 (tested: 2.13)"
+    assert found["jax"] == "0.10.0"
+
+
+@pytest.mark.slow
+def test_a_broken_engine_is_found_by_the_command_itself(tmp_path: Path) -> None:
+    """A copy of the source in which a loop leaves out its last step."""
+    source = Path(lowtide.__file__).parent
+    shutil.copytree(source, tmp_path / "lowtide", ignore=shutil.ignore_patterns("__pycache__"))
+    broken = tmp_path / "lowtide" / "torch" / "__init__.py"
+    broken.write_text(
+        broken.read_text() + "\n\ndef checkpointed_for_loop(f, xs, **_):\n    return for_loop(f, xs[:-1])\n"
+    )
+    command = [sys.executable, "-m", "lowtide", "doctor", "--quick", "--device", "torch:cpu"]
+    there = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    bad = [line.split("|")[2].strip() for line in done.stdout.splitlines() if "**NO**" in line]
+    assert bad == ["random numbers", "hidden state"]

@@ -42,6 +42,7 @@ def of_torch(module: Path) -> Iterator[str]:
             yield ".".join([names[parts[0]], *parts[1:]])
 
 
+@pytest.mark.long
 def test_every_private_name_is_in_the_list() -> None:
     used = {
         name

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -49,7 +48,7 @@ def everything(wanted: Sequence[str] | None, *, quick: bool) -> Iterator[Fact | 
 def apart(framework: str, only: Sequence[str], *, quick: bool) -> Iterator[Fact | Finding]:
     """What is found in a framework, in a process of its own; what it prints otherwise goes to standard error."""
     code = f"from lowtide.doctor.examine import report; report({framework!r}, {list(only)!r}, quick={quick})"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None  # it is a pipe
         for line in process.stdout:
             found = from_line(line)
@@ -63,7 +62,7 @@ def apart(framework: str, only: Sequence[str], *, quick: bool) -> Iterator[Fact 
 def report(framework: str, only: Sequence[str], *, quick: bool) -> None:
     """Print what is found in a framework, a line for each fact and each finding: the other end of `apart`."""
     lines = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+    with contextlib.redirect_stdout(sys.stderr):
         for found in here(framework, only, quick=quick):
             print(to_line(found), file=lines, flush=True)
 

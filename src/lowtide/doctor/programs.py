@@ -52,7 +52,7 @@ class TrainingStep:
 
 
 def results(run: Run, module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Everything that a step leaves behind, by name: loss, gradients, state of modules and of random generators."""
+    """Everything that a step leaves behind, by name: loss, gradients, state of modules, random numbers to come."""
     loss = run(module, x)
     loss.backward()
     found = {"the loss": loss, "the input's gradient": x.grad}
@@ -60,9 +60,8 @@ def results(run: Run, module: nn.Module, x: torch.Tensor) -> dict[str, torch.Ten
     found |= dict(module.named_buffers())
     for name, part in module.named_modules():
         found |= {f"{name}.{key}": value for key, value in vars(part).items() if isinstance(value, torch.Tensor)}
-    found["the state of random numbers"] = torch.get_rng_state()
-    if x.device.type != "cpu":
-        found["the device's state of random numbers"] = torch.get_device_module(x.device).get_rng_state(x.device)
+    found["the next random numbers"] = torch.rand(4)
+    found["the device's next random numbers"] = torch.rand(4, device=x.device)
     found["Python's next random number"] = torch.tensor(random.random(), dtype=torch.float64)
     return {name: value.detach() for name, value in found.items() if value is not None}
 

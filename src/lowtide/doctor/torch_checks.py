@@ -25,6 +25,7 @@ from lowtide.torch import measure
 # An allocator rounds each tensor up, to 512 bytes for example: a share of what it says, and some bytes, are not held
 # against a budget.
 _ROUNDING, _ROUNDING_BYTES = 1.05, 64 * 1024
+_TURNS = 8  # of each program that is timed; Lowtide learns about a function in the first few
 
 
 def devices() -> dict[str, torch.device]:
@@ -39,9 +40,8 @@ def facts() -> Iterator[Fact]:
     """The build and the devices."""
     yield Fact("torch build", f"{torch.__version__}, {torch.get_num_threads()} threads")
     for name, device in devices().items():
-        called = getattr(torch.get_device_module(device), "get_device_name", None)
-        if called is not None:
-            yield Fact(f"torch:{name}", str(called(device)))
+        called = getattr(torch.get_device_module(device), "get_device_name", str)
+        yield Fact(f"torch:{name}", called(device))
 
 
 def checks(device: torch.device, *, quick: bool) -> dict[str, Callable[[], Outcome]]:
@@ -211,10 +211,10 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def fastest(runs: Mapping[str, Callable[[], Any]], device: torch.device, turns: int) -> dict[str, float]:
+def fastest(runs: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
     """The fastest of several turns of each, the runs taking turns."""
     seconds = dict.fromkeys(runs, float("inf"))
-    for _ in range(turns):
+    for _ in range(_TURNS):
         for name, run in runs.items():
             synchronize(device)
             began = perf_counter()
@@ -229,7 +229,7 @@ def ratios(program: TrainingStep, size: TrainingSize, device: torch.device, usua
     module, x = program.made(size, device)
     runs = {"plain": program.plain, "Lowtide": program.lowtide, "torch.utils.checkpoint": usual}
     steps = {name: partial(programs.results, run, module, x) for name, run in runs.items()}
-    seconds = fastest(steps, device, 2 if size == QUICK else 6)
+    seconds = fastest(steps, device)
     plain = seconds.pop("plain")
     said = ", ".join(f"{name} {taken / plain:.2f}x" for name, taken in seconds.items())
     return Outcome(None, f"{said} of plain, {plain * 1e3:.3g} ms")

@@ -73,7 +73,7 @@ PRIVATE = {
         "unset_fake_temporarily",
     ),
     "torch.ops.aten._local_scalar_dense": ("default",),
-    "torch.utils._python_dispatch": ("_disable_current_modes", "TorchDispatchMode",),
+    "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
     "torch.utils._pytree": ("SUPPORTED_NODES", "_get_node_type", "tree_flatten", "tree_leaves", "tree_map"),
 }
 
