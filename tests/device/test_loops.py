@@ -61,3 +61,18 @@ def test_a_step_waits_once_and_leaves_nothing(device: torch.device, kind: str) -
             plain = step(lambda: programs.plain_scan(cell, start, xs))
             waits = step(lambda options=options: lt.checkpointed_scan(cell, start, xs, **options))
         assert waits <= plain + 1
+
+
+def test_steps_that_take_other_kernels_without_grad(device: torch.device) -> None:
+    """As some do on a GPU: tried once, and then such steps are run with grad."""
+    cell = programs.Cell("plain", device)
+    xs = torch.randn(16, 4, 8, device=device)
+
+    def step(h: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h, y = cell(h, x)
+        return h * (1.0 if torch.is_grad_enabled() else 1.0001), y
+
+    plain = programs.run(device, cell, lambda: programs.plain_scan(step, cell.start(), xs))
+    for _ in range(2):
+        ours = programs.run(device, cell, lambda: lt.checkpointed_scan(step, cell.start(), xs, checkpoints=2))
+        programs.assert_same(plain, ours)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from functools import partial
 from time import sleep
@@ -72,8 +73,19 @@ def test_bytes_of_the_host_are_not_planned() -> None:
 @pytest.mark.parametrize("kind", ["plain", "gru", "lstm", "dropout", "hidden"])
 @pytest.mark.parametrize("room", [1.0, 1.2, 2.0])
 def test_a_loops_budget_is_kept_by_the_allocator(kind: str, room: float) -> None:
+    _keeps_a_loops_budget(kind, 30, room)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_budgets_of_random_loops_are_kept_by_the_allocator(seed: int) -> None:
+    draw = random.Random(seed)
+    _keeps_a_loops_budget(draw.choice(programs.KINDS), draw.randint(2, 90), draw.uniform(1.0, 4.0))
+
+
+def _keeps_a_loops_budget(kind: str, length: int, room: float) -> None:
     cell = programs.Cell(kind, TIDE)
-    xs, start = torch.randn(30, 4, 8, device=TIDE), cell.start()
+    xs, start = torch.randn(length, 4, 8, device=TIDE), cell.start()
 
     def train(call: Callable[[], Any]) -> Tensor:
         cell.reset()
@@ -91,9 +103,40 @@ def test_a_loops_budget_is_kept_by_the_allocator(kind: str, room: float) -> None
     cell.zero_grad()
     gc.collect()
     # The plain call holds the outputs, their cotangent, and the gradients; beside samples, 8 bytes each.
-    with tide.limited(budget + 2 * outputs + gradients + 16 * 30 * 8 + 64), tide.Watch() as watch:
+    with tide.limited(budget + 2 * outputs + gradients + 16 * length * 8 + 64), tide.Watch() as watch:
         train(lambda: lt.checkpointed_scan(cell, start, xs, budget=budget))
     assert watch.peak > gradients
+
+
+@pytest.mark.parametrize("kind", ["dropout", "norm"])
+@pytest.mark.parametrize("room", [1.0, 1.5])
+def test_a_budget_of_layers_is_kept_by_the_allocator(kind: str, room: float) -> None:
+    _keeps_a_budget_of_layers([kind] * 4, 48, room)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_budgets_of_random_layers_are_kept_by_the_allocator(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = [draw.choice(programs.BLOCKS) for _ in range(draw.randint(2, 6))]
+    _keeps_a_budget_of_layers(kinds, draw.randint(16, 96), draw.uniform(1.0, 3.0))
+
+
+def _keeps_a_budget_of_layers(kinds: list[str], batch: int, room: float) -> None:
+    row = nn.Sequential(*map(programs.Block, kinds)).to(TIDE)
+    x = torch.randn(batch, 16, device=TIDE)
+    with pytest.raises(lt.BudgetError) as found:
+        lt.plan_sequential(row, x, budget=1)
+    plan = lt.plan_sequential(row, x, budget=int(room * found.value.least))
+    for _ in range(2):
+        lt.sequential(row, x, plan=plan).sum().backward()
+    row.zero_grad()
+    gc.collect()
+    gradients = sum(parameter.nbytes for parameter in row.parameters())
+    plain = gradients + 2 * x.nbytes + 64  # with the result and its gradient
+    samples = 8 * 40 * len(kinds) + 8 * 1024  # beside one that is being taken
+    with tide.limited(int(room * found.value.least) + plain + samples):
+        lt.sequential(row, x, plan=plan).sum().backward()
 
 
 @pytest.mark.parametrize(

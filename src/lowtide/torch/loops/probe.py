@@ -262,6 +262,7 @@ class Meter:
     def on(self) -> Iterator[None]:
         """Watch one step being taped."""
         memory = self.memory
+        memory.let_threads_finish()
         self._old = memory.alive()
         earlier = {key: memory.bytes_of([key]) for key in self._new & self._old}
         packed = set(self.packed)

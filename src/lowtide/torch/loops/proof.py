@@ -9,7 +9,8 @@ first runs and reruns are compared too, since such a thing can change a graph an
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.state.capture import Graph, same_graph
-from lowtide.torch.state.samples import Sample, compare_later, is_in_backward, sample_of, whole_sample_of
+from lowtide.torch.state.samples import Sample, compare_later, compare_now, is_in_backward, sample_of, whole_sample_of
 from lowtide.torch.state.structure import NUMBERS
 
 _MASK = (1 << 64) - 1
@@ -68,6 +69,7 @@ class Proof:
         self._on_device: dict[int, list[Sample]] = {}  # by step, samples of outputs that are on a device
         # What the forward has run again already is compared in the backward: to read it would wait.
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, Callable[[], CheckpointError]]] = []
+        self._at_once = False
         self._graphs: dict[int, Graph] = {}  # by step
         self._interned: dict[Any, Any] = {}
 
@@ -140,10 +142,20 @@ class Proof:
         for one, other in zip(then, now, strict=False):
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
                 self._waiting.append((one, other, error))
-        if is_in_backward():
+        if is_in_backward() and not self._at_once:
             for pair in self._waiting:
                 compare_later(*pair)
             self._waiting.clear()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What is compared inside is read at the end of the block, from devices too, which waits for them."""
+        aside, self._waiting, self._at_once = self._waiting, [], True
+        try:
+            yield
+            compare_now(self._waiting)
+        finally:
+            self._waiting, self._at_once = aside, False
 
     def telling(self, start: int, stop: int) -> _Telling:
         """A context in which steps [start, stop) run again: what they raise and did not at first is explained."""

@@ -752,8 +752,9 @@ class StepRunner:
             self.resume(k, snapshot)
             self.random.restore(snapshot.random)
             try:
-                self.proof.output(k, self.run_plainly(k, k + 1))
-                self._note_state(k + 1)
+                with self.proof.at_once():
+                    self.proof.output(k, self.run_plainly(k, k + 1))
+                    self._note_state(k + 1)
             except CheckpointError:
                 return False
             finally:

@@ -259,8 +259,20 @@ class Memory:
         """The bytes of the storages with these keys, as far as they are counted and alive."""
         return sum(map(self._level.lives.size, keys))
 
+    def let_threads_finish(self) -> None:
+        """Wait until earlier backwards on devices have let go of what they used, which is a moment after their end.
+
+        They run in one thread for each device, which takes up the next backward when it has cleared away the last one.
+        """
+        for device in list(self._devices):
+            if not is_of_host(device):
+                with torch.enable_grad():
+                    nothing = torch.empty(0, device=device, requires_grad=True)
+                    torch.autograd.grad(nothing.view_as(nothing), nothing, nothing.detach())
+
     def restart_peak(self) -> None:
         """Discard the worst moment so far."""
+        self.let_threads_finish()
         with self._turn:
             for level in (self._host, self._accelerators, *self._devices.values()):
                 level.peak = level.now

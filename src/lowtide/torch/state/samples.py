@@ -241,6 +241,14 @@ def compare_later(first: torch.Tensor, again: torch.Tensor, error: Callable[[], 
         waiting()
 
 
+def compare_now(rows: Iterable[tuple[torch.Tensor, torch.Tensor, Callable[[], Exception | None]]]) -> None:
+    """Compare such samples, and wait for them."""
+    comparisons = _Comparisons()
+    for row in rows:
+        comparisons.add(*row)
+    comparisons()
+
+
 def compare_pending() -> None:
     """Read all comparisons that wait for the end of the backward that is running, if one is."""
     waiting = _outermost.waiting or _waiting.get(torch._C._current_graph_task_id())
