@@ -18,7 +18,8 @@ _HERE = Path(__file__).parent
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
-        names = metafunc.config.getoption("--device") or ["cpu", tide.NAME]
+        # On the CPU most of it is tested elsewhere too.
+        names = metafunc.config.getoption("--device") or [pytest.param("cpu", marks=pytest.mark.slow), tide.NAME]
         metafunc.parametrize("device", names, indirect=True)
 
 

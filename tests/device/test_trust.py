@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from time import sleep
 from typing import Any
 
@@ -474,4 +475,4 @@ def test_activations_in_pinned_memory() -> None:
     plain = programs.run(TIDE, block, lambda: block(x))
     for call in (lt.checkpoint, lt.lean):
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            programs.assert_same(plain, programs.run(TIDE, block, lambda call=call: call(block, x)))
+            programs.assert_same(plain, programs.run(TIDE, block, partial(call, block, x)))

@@ -47,7 +47,7 @@ MODELS = (
         "torch/model/apply.py",
         '            forward.module.__dict__["forward"] = outermost\n',
         "",
-        (f"{_MODEL}/test_apply.py::test_the_last_plan_counts",),
+        (f"{_MODEL}/test_forms.py::test_what_others_have_put_around_a_plan_is_there_again_after_a_run_without_it",),
     ),
     Mutant(
         "a plan for a batch of one size refuses the others",

@@ -71,6 +71,7 @@ def test_a_million_steps(memory: int, state: int, tape: int, per_step: float, re
 SHAPES = [(60, 1, 5), (1000, 1, 10), (50, 1, 1), (200, 7, 9), (3000, 1, 100), (10, 1, 1), (8, 2, 3), (500, 13, 31)]
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("length", [10**4, 10**5, 10**6])
 @pytest.mark.parametrize(("memory", "state", "tape"), SHAPES)
 def test_long_chains_are_within_two_runs_of_the_bound(length: int, memory: int, state: int, tape: int) -> None:

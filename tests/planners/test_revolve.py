@@ -256,6 +256,7 @@ def test_thousands_of_slots_are_searched_on_a_grid(length: int, state: int, tape
         assert other.bound(chain).runs >= found
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("state", [1, 3, 20, *(pytest.param(state, marks=pytest.mark.slow) for state in (2, 7))])
 @pytest.mark.parametrize("more", [0, 5, 1000, *(pytest.param(more, marks=pytest.mark.slow) for more in (1, 40))])
 def test_one_sweep_in_the_fewest_bytes(state: int, more: int) -> None:

@@ -30,6 +30,7 @@ def spiking_network() -> nn.Module:
     )
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", ["snn_torch", "spiking_jelly", "lif_modules", "batch_norm", "dropout"])
 def test_networks_of_other_packages_agree_too(name: str) -> None:
     torch.manual_seed(1)

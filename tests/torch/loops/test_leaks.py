@@ -175,6 +175,7 @@ def _live_bytes(make: Callable[[Rollout], Step], option: dict[str, Any], counts:
     return found
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 @pytest.mark.parametrize("make", PATTERNS)
@@ -185,6 +186,7 @@ def test_live_bytes_do_not_grow(
     assert many == few
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_nor_do_they_in_four_threads(counts: tuple[int, int]) -> None:
     patterns = [unused_output, two_losses, some_inputs, gradient_penalty]

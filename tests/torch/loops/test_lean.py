@@ -198,6 +198,7 @@ def _two_outputs(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
     return step, torch.zeros(batch, width), list(linear.parameters())
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 def test_so_it_is_where_only_the_last_output_is_used(share: float) -> None:
     model, xs = _two_outputs(40, 30), torch.zeros(60, 1)
@@ -218,6 +219,7 @@ def _counting(width: int, batch: int) -> tuple[Any, Any, list[torch.Tensor]]:
     return step, torch.zeros(batch, width), [w]
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("again", [False, True])
 def test_there_is_room_for_tracing_a_number_that_is_new(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lean_step, "_needed", Cache(1))

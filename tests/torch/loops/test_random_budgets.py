@@ -9,7 +9,7 @@ import torch
 
 import lowtide.torch as lt
 from lowtide import BudgetError, Plan
-from tests.torch.loops.random_loops import kept_by_plain, peaks, random_loop
+from tests.torch.loops.random_loops import RandomLoop, kept_by_plain, peaks, random_loop
 
 FEW = [0, 3, 13, 17, 24, 33, 39, 59]  # one of each kind
 # With a fold or the last output alone, a step's working set is not what most steps take, and the state may be much
@@ -85,3 +85,39 @@ def test_a_least_budget_that_means_many_runs_comes_with_one_that_does_not() -> N
     assert caught.value.quick is not None
     assert run(caught.value.least).runs_per_step > 4
     assert run(caught.value.quick).runs_per_step <= 4
+
+
+class Late(torch.nn.Module):
+    """A state that begins to grow at some step."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.net, self.since, self.k, self.seen = torch.nn.Linear(32, 32), since, 0, torch.zeros(1, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.k += 1
+        new = self.net(x + self.seen[-1:]).tanh()
+        self.seen = new if self.k < self.since else torch.cat([self.seen, new])
+        return self.seen.mean()
+
+
+@pytest.mark.parametrize("budget", [18_000, 60_000])
+def test_a_state_that_begins_to_grow_is_noticed(budget: int) -> None:
+    torch.manual_seed(0)
+    net, xs = Late(15), torch.randn(30, 1, 32)
+    loop = RandomLoop("late", lambda _, x: (None, net(x)), None, xs, [*net.parameters()], left=lambda: [net.seen])
+    with lt.record(memory=False) as receipt:
+        try:
+            assert max(peaks(loop, budget)) <= budget
+        except BudgetError as error:
+            assert error.least > budget  # noqa: PT017  (either is right)
+    assert receipt.probe_runs >= 15
+
+
+def test_a_while_loop_whose_state_grows_is_refused() -> None:
+    net = Late(15)
+    loop = (lambda c: c[1] < 40, lambda c: (net(c[0]) + c[0], c[1] + 1), (torch.ones(1, 32), 0))
+    with pytest.raises(BudgetError, match="a loop of unknown length cannot be planned again"):
+        lt.checkpointed_while_loop(*loop, budget=30_000)
+    assert net.k == 0
+    lt.checkpointed_while_loop(*loop, checkpoints=3)[0].sum().backward()

@@ -12,6 +12,7 @@ import lowtide.torch as lt
 from lowtide import CheckpointError, Plan
 from lowtide.chain import Role
 from lowtide.forms import KEEP, RERUN, LeanForm, Way, form_named
+from lowtide.torch.model.apply import PlannedForward, unapplied
 from lowtide.torch.model.forms import run_way
 from tests.torch.models import MODELS, Model, model, train
 from tests.torch.odd_blocks import WIDTH, Mlp
@@ -144,3 +145,18 @@ def test_reruns_of_either_form_are_compared_as_asked(lean: LeanForm | None) -> N
     for compared in (None, True):
         with pytest.raises(CheckpointError, match="differs from the first run"):
             backward(compared)
+
+
+def test_what_others_have_put_around_a_plan_is_there_again_after_a_run_without_it() -> None:
+    block = Mlp()
+    planned = PlannedForward(block, Way(rerun=True), in_eval=True)
+    planned.install()
+
+    def around(x: torch.Tensor) -> Any:
+        return 2 * planned(x)
+
+    block.__dict__["forward"] = around
+    with unapplied(block):
+        assert not planned.is_on
+    assert planned.is_on
+    assert block.__dict__["forward"] is around

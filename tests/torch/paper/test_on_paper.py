@@ -53,6 +53,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_takes_the_bytes_of_a_real_one(name: str, device: str) -> None:

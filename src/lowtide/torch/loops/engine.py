@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -26,6 +27,8 @@ from lowtide.torch.memory import recording
 from lowtide.torch.state.capture import now, spare_hooks
 from lowtide.torch.state.samples import one_backward
 from lowtide.torch.state.surroundings import first_look
+
+_CHECKED_EVERY = 16  # steps of the first sweep, of which the state is looked at
 
 
 class Engine:
@@ -161,19 +164,23 @@ class Engine:
             case Backward(start, _):
                 self._pull(start)
 
+    def _check_state(self) -> None:
+        """Within a budget, make sure that states are as large as the plan takes them to be."""
+        if self._lookout is not None and self._pullback is None and not self.ahead:
+            self._lookout.check_state()
+
     def _run(self, run: Callable[[int, int], None], start: int, stop: int) -> None:
-        """Run steps. That an iterator or a list has come to its end by the time of a rerun is said to be that."""
-        try:
+        """Run steps; of those that run again it is said so where they fail."""
+        with nullcontext() if self._pullback is None else self.runner.proof.telling(start, stop):
             if start < (middle := min(stop, self.runner.already)):
                 with self.runner.repeating():
                     run(start, middle)
                 start = middle
-            if start < stop:
-                run(start, stop)
-        except (StopIteration, LookupError) as error:
-            if self._pullback is None:
-                raise
-            raise self.runner.proof.raises(start, stop, error) from error
+            while start < stop:
+                middle = stop if self._lookout is None or self._pullback is not None else start + _CHECKED_EVERY
+                run(start, min(middle, stop))
+                self._check_state()
+                start = middle
 
     def _advance(self, start: int, stop: int) -> None:
         recording.count(plain=stop - start)
@@ -204,6 +211,7 @@ class Engine:
         if self.ahead:
             return self.ahead[0][0]
         self._disconnect()
+        self._check_state()
         return self.runner.snapshot()
 
     def _disconnect(self) -> None:
@@ -257,7 +265,7 @@ class Engine:
         recording.count(probe=end, taping=stop - start)
         self.ahead.clear()
         self.runner.restart()
-        with self.runner.repeating():
+        with self.runner.repeating(), self.runner.proof.telling(0, stop):
             if start:
                 self.runner.run_untaped(0, start)
             if self.runner.proof.compares_graphs:

@@ -337,7 +337,7 @@ def _first_plan(probed: Probed, knob: Knobs, length: int, *, look: bool) -> tupl
 
 def refuse_larger_state(runner: StepRunner, plan: Plan) -> None:
     """Refuse to keep to a budget with a plan that was made for a smaller state, as that of a smaller batch."""
-    planned, now = plan.chain[0].state, runner.state_bytes()
+    planned, now = max(step.state for step in plan.chain.steps), runner.state_bytes()
     if plan.knob.name == "budget" and now > planned:
         raise InputError(
             f"the plan keeps a budget with {planned:,} B of state at each step, and this loop's state has {now:,} B "

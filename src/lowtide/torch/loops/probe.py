@@ -36,7 +36,7 @@ from lowtide.torch.memory import recording
 from lowtide.torch.memory.accelerators import seconds_now
 from lowtide.torch.memory.tracker import Memory, key_of, storage_bytes, storage_of, tensors_of, watching
 from lowtide.torch.state.capture import as_it_was_packed
-from lowtide.torch.state.generators import Mark
+from lowtide.torch.state.generators import mark_bytes
 
 # Gradients may need a few steps to reach every part of the state; where they need more, all steps are taped at first.
 _MOST_PROBED_STEPS = 16
@@ -62,11 +62,6 @@ class ProbedCosts:
     keeps_from: int
     spare: int
     rooms: ClassVar[bool] = False  # tensors come and go: what one frees another may use
-
-    def bytes_of(self, budget: int | str | None) -> int:
-        """The bytes of a budget that may be a share of all tapes."""
-        assert budget is not None
-        return parse_budget(budget, self.chain.plain_tape)
 
     def within(self, budget: int) -> Plan:
         """The plan with the fewest reruns that keeps the budget."""
@@ -204,7 +199,7 @@ def _rehearse(
     runner.find_moving()
     piece: Piece | None = None
     seen = []
-    with _seeing(meter), runner.repeating():
+    with _seeing(meter), runner.repeating(), runner.proof.telling(0, len(ahead)):
         runner.restart()
         before = runner.state()
         for k, (snapshot, _) in enumerate(ahead):
@@ -226,7 +221,7 @@ def _room_to_keep(runner: StepRunner, meter: Meter) -> int:
 
     With room to spare, because a tape that is kept makes the next step look more costly.
     """
-    one = max(meter.memory.now, meter.taped) + _random_bytes(runner.random.mark(), runner.random.start)
+    one = max(meter.memory.now, meter.taped) + _random_bytes(runner, meter)
     return runner.length * meter.memory.now + 8 * one + 3 * storage_bytes(runner.captured.targets)
 
 
@@ -432,7 +427,7 @@ def _step_bytes(
     pairs = [(meter.keeps(old), meter.keeps(new), new) for old, new in _pairs(before, after)]
     saved = meter.saved(new, outputs)
     unpacked = meter.unpacked if like is None else like.unpacked
-    drawn = _random_bytes(runner.random.mark(), runner.random.start)
+    drawn = _random_bytes(runner, meter)
     # A running sum is added to out of place, while the output is there.
     adding = storage_bytes(outputs) if runner.outputs.in_step_order else 0
     return _StepBytes(
@@ -453,22 +448,11 @@ def _step_bytes(
     )
 
 
-def _random_bytes(mark: Mark, start: Mark) -> int:
-    """Bytes of the states in a mark that are not those of the start."""
-    before = {id(state) for state in start}
-    return sum(_bytes_in(state) for state in mark if id(state) not in before)
-
-
-def _bytes_in(value: Any) -> int:
-    """The bytes of a generator's state: of torch's a string, of Python's and numpy's tuples, dicts, arrays, numbers."""
-    match value:
-        case bytes():
-            return len(value)
-        case tuple() | list():
-            return 8 * len(value) + sum(map(_bytes_in, value))
-        case dict():
-            return sum(map(_bytes_in, value.values()))
-    return int(getattr(value, "nbytes", 32))
+def _random_bytes(runner: StepRunner, meter: Meter) -> int:
+    """Bytes of the present states that are not those of the start; they are kept in the host's memory."""
+    if not meter.memory.is_of_host:
+        return 0
+    return mark_bytes(runner.random.mark(), runner.random.start)
 
 
 def _own_inputs(runner: StepRunner, piece: Piece | None) -> list[torch.Tensor]:
@@ -516,6 +500,10 @@ def _zeros_for(leaf: Any, shape: Callable[[torch.Tensor], tuple[int, ...]] | Non
 # --- steps that are not alike
 
 
+_ENDLESS = (
+    "this is for the steps so far, which need more than the first ones, and a loop of unknown length cannot be planned "
+    "again; give more, or checkpoints=, or use a loop whose length is known"
+)
 _NOTHING = _StepBytes(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 _BYTES = tuple(each.name for each in fields(_StepBytes) if each.name not in ("seconds", "backward"))
 
@@ -550,6 +538,7 @@ class Lookout:
         self._times = times
         self._keeping = keeping
         self._packed = meter.packed_anew(runner.differentiated())  # held from the end of the first sweep on
+        self.is_endless = False  # whether nobody knows how many steps there will be
         self.uneven = False  # whether steps were found not to be alike, and are planned so
 
     @property
@@ -570,9 +559,19 @@ class Lookout:
         before = runner.state()
         with meter.seeing(), meter.on():
             piece = tape()
-        if self._differs(_step_bytes(runner, meter, piece, before, like=self._step)):
+        step = _step_bytes(runner, meter, piece, before, like=self._step)
+        if self._differs(step):
+            self._step = step
             raise Unlike
         return piece
+
+    def check_state(self) -> None:
+        """Raise `Unlike` if the current state is larger than the plan takes states to be."""
+        grown = storage_bytes(_tensors(self._runner.state())) + self._step.drawn - self._step.state
+        if grown > 0 and not self.uneven:
+            step = self._step
+            self._step = replace(step, state=step.state + grown, kept_state=step.kept_state + grown)
+            raise Unlike
 
     def _differs(self, step: _StepBytes) -> bool:
         return step.is_beyond(self._step) or step.is_far_below(self._step)
@@ -588,23 +587,30 @@ class Lookout:
         if not odd:
             with suppress(BudgetError):
                 return self._chosen(probed), True
-        return self._planned_again(self._runner.length), False
+        return self._planned_again(self._runner.length, odd=odd), False
 
     def plan_again(self, stop: int) -> Plan:
         """A plan for steps [0, stop), nothing of which is held but the state before them."""
+        if self.is_endless:
+            costs = self.equal(self._step, stop)
+            raise BudgetError(self._allowed(costs), max(costs.floor, least_budget(costs.chain)), _ENDLESS)
         self._meter.memory.restart_peak()
-        return self._planned_again(stop)
+        return self._planned_again(stop, odd=True)
 
-    def _planned_again(self, stop: int) -> Plan:
-        """A plan by what each step costs; the budget is refused as soon as they are seen to need more."""
+    def _planned_again(self, stop: int, *, odd: bool) -> Plan:
+        """A plan by what each step costs; the budget is refused as soon as they are seen to need more.
+
+        Unless steps are known to be `odd`, they are all taken to be alike if the first ones are.
+        """
         runner, steps = self._runner, list[_StepBytes]()
         self._next, look_again = LOOKED_AT, self._looked_at()
+        limit = self._allowed(self.equal(self._step, stop))
         runner.rewind()
         for k in range(stop):
             with runner.again(k):
                 steps.append(self._measure(k))
-            if len(steps) == min(look_again, stop):
-                if look_again == self._looked_at() and self._are_alike(steps):
+            if len(steps) == min(look_again, stop) or (k >= LOOKED_AT and steps[-1].held > limit):
+                if not odd and len(steps) == self._looked_at() and self._are_alike(steps):
                     return self._chosen(self.equal(steps[-1], stop))
                 self._check_foretold(steps, stop)
                 look_again *= 2
@@ -617,16 +623,21 @@ class Lookout:
         """
         foretold, larger = (self._unequal([*steps, *_foretold(steps, stop, steeper)]) for steeper in (0, 8))
         try:
-            foretold.check(foretold.bytes_of(self._budget))
+            foretold.check(self._allowed(foretold))
         except BudgetError:
-            larger.check(larger.bytes_of(self._budget))
+            larger.check(self._allowed(larger))
             raise
 
     def _looked_at(self) -> int:
         return min(LOOKED_AT, self._runner.length)
 
     def _chosen(self, costs: ProbedCosts) -> Plan:
-        return costs.within(costs.bytes_of(self._budget)).logged("a loop")
+        return costs.within(self._allowed(costs)).logged("a loop")
+
+    def _allowed(self, costs: ProbedCosts) -> int:
+        """The bytes of the budget, which may be a share of all tapes."""
+        assert self._budget is not None
+        return parse_budget(self._budget, costs.chain.plain_tape)
 
     def _measure(self, k: int) -> _StepBytes:
         """Run step k, the next one, to find out what it costs."""
@@ -671,14 +682,18 @@ class Lookout:
     def _floor(self, steps: list[_StepBytes]) -> int:
         """The most bytes that measuring has held, or is foretold to hold."""
         held = max(self._meter.memory.peak, *(step.held for step in steps))
-        return held + max(step.start for step in steps)
+        return held + max(step.start for step in steps) + self._ends()
+
+    def _ends(self) -> int:
+        """Where states differ in size, what the state at which a tape ends may take beside the one that is current."""
+        return storage_bytes(_tensors(self._runner.begin.leaves)) if self.uneven else 0
 
     def _cost(self, step: _StepBytes, state: int, earlier: _StepBytes, *, several: bool) -> StepCost:
         """What a planner has to know of a step that starts from a state of so many bytes."""
         largest = max((storage_bytes([target]) for target in self._runner.captured.targets), default=0)
         if self.tapes_apart or self._runner.proof.compares_graphs:  # each tape has a start of its own
             step = replace(step, kept_state=step.state - step.drawn)
-        step = replace(step, start=step.start + self._packed)
+        step = replace(step, start=step.start + self._packed + self._ends())
         return StepCost(
             max(state, 1),
             step.tape,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,25 @@ _WAY_OUT = (
     "generators that the step names, or name the generator: generators=(g,); and change nothing between forward and "
     "backward"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Telling:
+    """That an iterator or a list has come to its end by the time of a rerun is said to be that.
+
+    No generator makes this context: `contextlib` takes an error that comes from a `StopIteration` for Python's own.
+    """
+
+    proof: Proof
+    start: int
+    stop: int
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, StopIteration | LookupError):
+            raise self.proof.raises(self.start, self.stop, error) from error
 
 
 class Proof:
@@ -125,7 +145,11 @@ class Proof:
                 compare_later(*pair)
             self._waiting.clear()
 
-    def raises(self, start: int, stop: int, error: Exception) -> CheckpointError:
+    def telling(self, start: int, stop: int) -> _Telling:
+        """A context in which steps [start, stop) run again: what they raise and did not at first is explained."""
+        return _Telling(self, start, stop)
+
+    def raises(self, start: int, stop: int, error: BaseException) -> CheckpointError:
         """What to raise where one of steps [start, stop), run again, raised an error that it did not at first."""
         steps = f"step {start:,}" if stop == start + 1 else f"one of the steps {start:,} to {stop - 1:,}"
         what = f"{steps}, run again, raised {type(error).__name__}({error}), and did not at first"

@@ -282,7 +282,11 @@ class StepRunner:
         outputs = self.outputs.leaves(k - 1, y)
         self.shared.note(k, self.state(), outputs)
         if self._first_runs and self._has_graph(k - 1, carry):  # the step turns grad on by itself
-            self.tape_always()
+            self.follow_flow()
+            # Which of the others would have one with grad is not seen, so all of them may.
+            state, count = self.state(), len(self.leaves)
+            may_flow = [True] * count + self._hidden_flags()
+            self._flags_now = [may and is_differentiable(leaf) for may, leaf in zip(may_flow, state, strict=True)]
             self.detach_state()
         return outputs if k == stop else self._run_dropping_tapes(k, stop)
 
@@ -458,8 +462,7 @@ class StepRunner:
             return
         # Not foreseen, or state that began to change inside this piece: all the way back to where the piece began.
         ends = edge_set([*piece.starts, *piece.xs, *self.captured.targets, *self._made_inside(results)])
-        ends.update(self.captured.edges)
-        self._walk.check(k, results, ends, piece.since, self._since, _kinds_with_tensors(carry))
+        self._walk.check(k, results, ends.union(self.captured.edges), piece.since, self._since)
 
     def _made_inside(self, results: list[Any]) -> list[torch.Tensor]:
         """Leaves among the results of a step that it has made itself (`x.detach().requires_grad_()`)."""
@@ -634,6 +637,7 @@ class StepRunner:
         given.update(origin[0] for origin in origins if origin is not None)
         self._capture(piece, given, watch, captures)
         self._find_given(piece, origins)
+        _refuse_objects(self.carry)
         self.refuse_collected(piece.since)
         self._note_first_graph(piece)
         # A graph that runs on into what was there before cannot serve as a tape.
@@ -813,10 +817,17 @@ class StepRunner:
         return form.unflatten(finals[: form.size])
 
 
-def _kinds_with_tensors(carry: Any) -> list[str]:
-    """The classes of those objects in a carry whose tensors the loop does not see."""
-    found = [leaf for leaf in leaves_of(carry) if not isinstance(leaf, torch.Tensor | nn.Module)]
-    return sorted({type(leaf).__name__ for leaf in found if tensors_of(list(getattr(leaf, "__dict__", {}).values()))})
+def _refuse_objects(carry: Any) -> None:
+    """Refuse a carry with objects that have tensors with a gradient, of which the loop would see nothing."""
+    for leaf in leaves_of(carry):
+        parts = [] if isinstance(leaf, torch.Tensor | nn.Module) else list(getattr(leaf, "__dict__", {}).values())
+        if any(tensor.requires_grad for tensor in tensors_of(parts)):
+            kind = type(leaf).__name__
+            raise CheckpointError(
+                f"the carry has a {kind}, whose tensors the loop does not see, so their gradient would be lost; make "
+                f"{kind} a dataclass with nothing but its fields, return its tensors in a tuple or a dict, or keep the "
+                "object as an attribute of a module"
+            )
 
 
 def _picks_kernels_by_grad(module: nn.Module) -> bool:

@@ -98,13 +98,15 @@ def checkpointed_while_loop(
             captures=tuple(captures),
             costs=bytes_ is not None,
             pulls=bytes_ is not None,
-            budget=None,
+            budget=bytes_,
             keep=False,
             goes_on=lambda k: condition(k, runner.carry),
         )
-        if bytes_ is not None and probed.costs is not None:
+        if bytes_ is not None and probed.costs is not None and probed.lookout is not None:
             slots = probed.costs.slots_within(bytes_)
-        engine = Engine(runner, lambda: _actions(engine, condition, slots), probed.ahead)
+            probed.lookout.is_endless = True
+        lookout = None if bytes_ is None else probed.lookout
+        engine = Engine(runner, lambda: _actions(engine, condition, slots), probed.ahead, lookout)
         return run_loop(engine)[0]
     except LowtideError:
         runner.restart()

@@ -157,6 +157,11 @@ class Memory:
         self._level.peak = value
 
     @property
+    def is_of_host(self) -> bool:
+        """Whether what counts is the memory of the host."""
+        return self._level is self._host
+
+    @property
     def peaks(self) -> dict[str, int]:
         """The most bytes that were alive at once on each device, by its name."""
         return {str(device): level.peak for device, level in self._devices.items()}

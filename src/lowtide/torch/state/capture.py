@@ -9,7 +9,7 @@ gradient would be lost.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count, islice
 from typing import Any, TypeGuard
@@ -417,31 +417,22 @@ class Walk:
         return k if k < 2 else min(k + -(k + self._turn) % self._every, last)
 
     @staticmethod
-    def check(
-        k: int, results: list[Any], ends: set[GradientEdge], since: int, begun: int, unseen: Sequence[str] = ()
-    ) -> None:
+    def check(k: int, results: list[Any], ends: set[GradientEdge], since: int, begun: int) -> None:
         """Refuse step k, which ran, if the graph of its results since `since` reaches anything but `ends`.
 
-        `begun` is the sequence number at which the loop began; `unseen` are classes of objects in the carry that have
-        tensors.
+        `begun` is the sequence number at which the loop began.
         """
         for edge in strangers(edge_set(results), ends, since):
             node = edge.node
             if is_out_of_reach(node):
                 continue
             variable = getattr(node, "variable", None)
-            if variable is None and unseen:
-                raise CheckpointError(
-                    f"the carry has a {unseen[0]}, whose tensors the loop does not see, so at step {k:,} a gradient "
-                    f"would be lost ({node.name()}); make {unseen[0]} a dataclass with its tensors as fields, return "
-                    "them in a tuple or a dict, or keep the object as an attribute of a module"
-                )
             if variable is None and node._sequence_nr() >= begun:
                 raise CheckpointError(
                     f"step {k:,} uses a tensor that an earlier step computed ({node.name()}) and put where it is not "
-                    "part of the loop's state, so its gradient would be lost; make it part of the carry (where tensors "
-                    "in objects count only if their class is registered, as with torch.export.register_dataclass), or "
-                    "an attribute of a module, or compute it before the loop"
+                    "part of the loop's state, so its gradient would be lost; make it part of the carry (where objects "
+                    "count only if they are dataclasses, or registered as pytrees), or an attribute of a module, or "
+                    "compute it before the loop"
                 )
             what = "computed before the loop" if variable is None else f"of shape {tuple(variable.shape)}"
             raise CheckpointError(

@@ -386,15 +386,28 @@ class Randomness:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, anything may be drawn; afterwards the states are what they were."""
-        held = [(source, source.read()) for source in self._sources]
+        mark = self.mark()
         try:
             yield
         finally:
-            for source, state in [*held, *_since_in_use(self._known)]:
+            self.restore(mark)
+            for source, state in _since_in_use(self._known):
                 source.write(state)
 
 
 def mark_bytes(mark: Mark, start: Mark) -> int:
-    """Bytes of a snapshot's random states that are not those of the start."""
+    """Bytes of the states in a mark that are not those of the start."""
     before = {id(state) for state in start}
-    return sum(len(state) for state in mark if isinstance(state, bytes) and id(state) not in before)
+    return sum(_bytes_in(state) for state in mark if id(state) not in before)
+
+
+def _bytes_in(value: Any) -> int:
+    """The bytes of a generator's state: of torch's a string, of Python's and numpy's tuples, dicts, arrays, numbers."""
+    match value:
+        case bytes():
+            return len(value)
+        case tuple() | list():
+            return 8 * len(value) + sum(map(_bytes_in, value))
+        case dict():
+            return sum(map(_bytes_in, value.values()))
+    return int(getattr(value, "nbytes", 32))

@@ -229,7 +229,7 @@ class Hidden:
             self._modules[id(module)] = module
             for name, parameter in module.named_parameters(recurse=False):
                 self.parameters.setdefault(id(parameter), f"{path}.{name}")
-            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
                 raise InputError(
                     f"{path} ({type(module).__name__}) is not initialised, which it can be only once; call it on an "
                     "input before, as it is done before an optimizer is made"

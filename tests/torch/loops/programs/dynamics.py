@@ -777,6 +777,18 @@ def _(length: int) -> While:
     return While(lambda _: True, body, (torch.ones(2, 3),) * 22, [lin], most=length)
 
 
+@program("burn-in without grad while a loop runs")
+def _(length: int) -> While:
+    lin = nn.Linear(3, 3)
+
+    def body(carry: Any) -> Any:
+        h, k = carry
+        with torch.set_grad_enabled(k >= 6):
+            return torch.tanh(lin(h)), k + 1
+
+    return While(lambda _: True, body, (torch.ones(2, 3), 0), [lin], most=length)
+
+
 # --- learning inside of steps
 
 
