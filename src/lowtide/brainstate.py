@@ -15,10 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import brainstate
 import jax
-from brainstate import State, StateTraceStack
-from brainstate.transform import ProgressBar, StatefulFunction, scan
 
 import lowtide.jax as lt
 from lowtide.checks import function
@@ -27,6 +24,11 @@ from lowtide.interface.options import Reduce
 from lowtide.jax.loops.step import loop_length, without_carry
 from lowtide.packages import check_version, needed_for
 from lowtide.plan import Plan
+
+with needed_for("lowtide.brainstate"):
+    import brainstate
+    from brainstate import State, StateTraceStack
+    from brainstate.transform import ProgressBar, StatefulFunction, scan
 
 __all__ = [
     "checkpointed_for_loop",

@@ -13,21 +13,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import lowtide.torch as lt
 from lowtide.errors import InputError
-from lowtide.packages import check_version
+from lowtide.packages import check_version, needed_for
 from lowtide.plan import Plan
 from lowtide.sizes import parse_size
 from lowtide.torch.model.loss import Loss, loss_of
 from lowtide.torch.model.trainer import Gradients, in_short, plan_step
 from lowtide.torch.state.stand_in import original
+
+with needed_for("lowtide.transformers"):
+    import transformers
+    from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["LowtideCallback", "use_lowtide_checkpointing"]
 __dir__ = sorted(__all__).copy  # what `dir` and tab completion show

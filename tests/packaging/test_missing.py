@@ -128,6 +128,16 @@ def test_it_is_an_import_error_with_a_name(monkeypatch: pytest.MonkeyPatch) -> N
         ("lowtide.torch", "torch", 'lowtide.torch needs torch, which is not installed: pip install "lowtide[torch]"'),
         ("lowtide.jax", "jax", 'lowtide.jax needs jax, which is not installed: pip install "lowtide[jax]"'),
         ("lowtide.torch", "scipy", None),
+        (
+            "lowtide.transformers",
+            "transformers",
+            'lowtide.transformers needs transformers, which is not installed: pip install "lowtide[transformers]"',
+        ),
+        (
+            "lowtide.brainstate",
+            "brainstate",
+            'lowtide.brainstate needs brainstate, which is not installed: pip install "lowtide[brainstate]"',
+        ),
     ],
 )
 def test_front_ends_in_a_fresh_process(module: str, hidden: str, said: str | None) -> None:
