@@ -351,7 +351,8 @@ class StepRunner:
                 if k == due:
                     ends, due = self._graph_ends(k, carry, xs), walk.next_due(k + 1, last)
                 y = None  # the output of the step before is not held while this one runs
-                carry, y = f(carry, x)
+                before = carry
+                carry, y = f(before, x)
                 if column is not None:
                     prove(k, [y])
                     if y.requires_grad:
@@ -362,7 +363,7 @@ class StepRunner:
                     column = self._first_edge(piece, k, y)
                 began, mark = mark, now()
                 if ends is not None or mark - began not in counts:
-                    self._check_graph(piece, k, carry, y, ends, began)
+                    self._check_graph(piece, k, before, carry, y, ends, began)
                     counts.add(mark - began)
                 k += 1
             self._arrive(stop - 1, carry)
@@ -454,18 +455,19 @@ class StepRunner:
         return edge_set([*self.stepper.leaves(k - 1, carry), *self.hidden.leaves(), *given])
 
     def _check_graph(
-        self, piece: Piece, k: int, carry: Any, y: Any, ends: set[GradientEdge] | None, began: int
+        self, piece: Piece, k: int, before: Any, carry: Any, y: Any, ends: set[GradientEdge] | None, began: int
     ) -> None:
         """Refuse step k, which has just run, if its graph reaches what is neither given nor captured."""
         results = [*self.stepper.leaves(k, carry), *self.hidden.leaves(), *self.outputs.leaves(k, y)]
         if ends is not None and not strangers(edge_set(results), ends.union(self.captured.edges), began):
             return
         # Not foreseen, or state that began to change inside this piece: all the way back to where the piece began.
-        ends = edge_set([*piece.starts, *piece.xs, *self.captured.targets, *self._made_inside(results)])
+        made = self._made_inside([*self.stepper.leaves(k - 1, before), *results])
+        ends = edge_set([*piece.starts, *piece.xs, *self.captured.targets, *made])
         self._walk.check(k, results, ends.union(self.captured.edges), piece.since, self._since)
 
     def _made_inside(self, results: list[Any]) -> list[torch.Tensor]:
-        """Leaves among the results of a step that it has made itself (`x.detach().requires_grad_()`)."""
+        """Leaves among what a step was given and returned that steps have made (`x.detach().requires_grad_()`)."""
         leaves = [
             leaf for leaf in results if has_gradient(leaf) and leaf.is_leaf and not isinstance(leaf, nn.Parameter)
         ]
