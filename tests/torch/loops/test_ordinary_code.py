@@ -383,6 +383,8 @@ def test_a_lean_tape_is_not_made_of_a_transform() -> None:
     with pytest.raises(InputError, match="leave out lean=True"):
         lt.checkpointed_scan(step, torch.zeros(3, 3), torch.randn(9, 3), base=2, lean=True)
     lt.checkpointed_scan(step, torch.zeros(3, 3), torch.randn(9, 3), base=2)[0].sum().backward()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        lt.checkpointed_for_loop(lin, torch.randn(9, 2, 4), base=2, lean=True)
 
 
 # --- what is explained

@@ -28,11 +28,11 @@ from lowtide.torch.loops.outputs import Outputs
 from lowtide.torch.loops.probe import Probed, probe
 from lowtide.torch.loops.runner import StepRunner
 from lowtide.torch.loops.step import Loop, StepFunction, Stepper
+from lowtide.torch.loops.transforms import refuse_transforms
 from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient, gradients_aside
 from lowtide.torch.state.generators import Randomness
 from lowtide.torch.state.hidden import Hidden
-from lowtide.torch.state.transforms import refuse_transforms
 from lowtide.torch.state.trees import form_of
 
 Contexts = Iterable[Callable[[], AbstractContextManager[Any]]]
@@ -53,7 +53,8 @@ def scan(
 
     Args:
         f: the step. The carry and the output may be any nested value.
-        init: the carry before the first step.
+        init: the carry before the first step. It may have None, a number or a tensor of at most one element where the
+            first step makes the state.
         xs: tensors with the steps along their first axis, in any nested value, or `Steps`; None for no inputs.
         length: the number of steps, needed if `xs` does not say.
         reverse: from the last step to the first; outputs stay where their inputs are.
@@ -132,8 +133,9 @@ def checkpointed_scan(
         captures: tensors that the step closes over but that the first step does not show.
         hidden: names of module attributes to carry though the first steps do not change them.
         advance_with_grad: run steps with grad even where no tape is kept, for steps that pick other kernels without
-            it; a first step that differentiates something or registers a hook turns this on by itself, and so do an
-            `nn.LSTM` and, in eval mode, torch's transformer layers.
+            it. It is turned on where one of the first steps, tried without grad, computes other bits, where the first
+            step differentiates something or registers a hook, and for an `nn.LSTM` and, in eval mode, torch's
+            transformer layers.
         lean: keep a smaller tape of each step: what is cheap to make again from the rest is not kept, as `lean` does.
     """
     whole_number(unroll, "unroll", least=1)
@@ -319,7 +321,7 @@ def _planned(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> En
     probed = _probe(runner, knob, extras)
     plan, goes_on = _first_plan(probed, knob, loop.inputs.length, look=False)
     if knob.plan is not None:
-        refuse_larger_state(runner, plan)
+        _refuse_larger_state(runner, plan)
     if plan.bill.plain_runs:
         try_without_grad(runner, probed.ahead, loop.target)
     if not goes_on:
@@ -335,7 +337,7 @@ def _first_plan(probed: Probed, knob: Knobs, length: int, *, look: bool) -> tupl
     return probed.lookout.plan(probed.costs, look=look)
 
 
-def refuse_larger_state(runner: StepRunner, plan: Plan) -> None:
+def _refuse_larger_state(runner: StepRunner, plan: Plan) -> None:
     """Refuse to keep to a budget with a plan that was made for a smaller state, as that of a smaller batch."""
     planned, now = max(step.state for step in plan.chain.steps), runner.state_bytes()
     if plan.knob.name == "budget" and now > planned:

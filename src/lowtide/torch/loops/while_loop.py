@@ -25,12 +25,12 @@ from lowtide.torch.loops.outputs import Outputs
 from lowtide.torch.loops.probe import probe
 from lowtide.torch.loops.runner import StepRunner
 from lowtide.torch.loops.step import Stepper, Turn
+from lowtide.torch.loops.transforms import refuse_transforms
 from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient
 from lowtide.torch.state.generators import Randomness
 from lowtide.torch.state.hidden import Hidden
 from lowtide.torch.state.surroundings import Finds
-from lowtide.torch.state.transforms import refuse_transforms
 
 _NO_END = 2**40  # the length of a loop as long as it is not known
 
