@@ -281,14 +281,18 @@ class StepRunner:
         self._arrive(k - 1, carry)
         outputs = self.outputs.leaves(k - 1, y)
         self.shared.note(k, self.state(), outputs)
-        if self._first_runs and self._has_graph(k - 1, carry):  # the step turns grad on by itself
-            self.follow_flow()
-            # Which of the others would have one with grad is not seen, so all of them may.
-            state, count = self.state(), len(self.leaves)
-            may_flow = [True] * count + self._hidden_flags()
-            self._flags_now = [may and is_differentiable(leaf) for may, leaf in zip(may_flow, state, strict=True)]
-            self.detach_state()
+        if self._first_runs and self._has_graph(k - 1, carry):
+            self._cut_own_graph()
         return outputs if k == stop else self._run_dropping_tapes(k, stop)
+
+    def _cut_own_graph(self) -> None:
+        """The step has turned grad on by itself: cut the state off the graph that it has nevertheless."""
+        self.follow_flow()
+        # Which of the others would have one with grad is not seen, so all of them may.
+        may_flow = [True] * len(self.leaves) + self._hidden_flags()
+        rows = zip(may_flow, self.state(), strict=True)
+        self._flags_now = [may and is_differentiable(leaf) for may, leaf in rows]
+        self.detach_state()
 
     def _has_graph(self, k: int, carry: Any) -> bool:
         """Whether the state after step k, which ran without grad, has a graph nevertheless."""
