@@ -328,7 +328,8 @@ def _planned(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> En
 def _refuse_larger_state(runner: StepRunner, plan: Plan) -> None:
     """Refuse to keep to a budget with a plan that was made for a smaller state, as that of a smaller batch."""
     planned, now = plan.chain[0].state, runner.state_bytes()
-    if plan.knob.name == "budget" and now > planned:
+    is_measured = plan.chain.ways is not None  # else it was made by hand, of costs in any unit
+    if plan.knob.name == "budget" and is_measured and now > planned:
         raise InputError(
             f"the plan keeps a budget with {planned:,} B of state at each step, and this loop's state has {now:,} B "
             "(of a larger batch?); plan again with these arguments, or pass budget= in place of plan="

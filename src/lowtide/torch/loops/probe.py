@@ -106,8 +106,6 @@ def probe(
             piece = None  # one tape at a time, but for those ahead: the next one is measured
             before = runner.let_go()
             piece, settled = _next(runner, ahead, meter)
-        if not settled:
-            runner.follow_flow()
         if runner.stepper.lean is not None and (meter is not None or keep):
             piece = None
             piece, before = _rehearse(runner, ahead, meter, keep=keep)
@@ -116,7 +114,7 @@ def probe(
             measured = _costs(runner, meter, piece, before, pulls=pulls, keep=keep, times=times)
             if pulls and not keep:  # that pull has used up the last step's tape
                 ahead[-1] = (ahead[-1][0], None)
-    runner.end_learning()
+    runner.end_learning(settled=settled)
     return Probed(measured, ahead)
 
 
