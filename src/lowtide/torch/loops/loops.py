@@ -340,7 +340,8 @@ def _first_plan(probed: Probed, knob: Knobs, length: int, *, look: bool) -> tupl
 def _refuse_larger_state(runner: StepRunner, plan: Plan) -> None:
     """Refuse to keep to a budget with a plan that was made for a smaller state, as that of a smaller batch."""
     planned, now = max(step.state for step in plan.chain.steps), runner.state_bytes()
-    if plan.knob.name == "budget" and now > planned:
+    is_measured = plan.chain.ways is not None  # else it was made by hand, of costs in any unit
+    if plan.knob.name == "budget" and is_measured and now > planned:
         raise InputError(
             f"the plan keeps a budget with {planned:,} B of state at each step, and this loop's state has {now:,} B "
             "(of a larger batch?); plan again with these arguments, or pass budget= in place of plan="

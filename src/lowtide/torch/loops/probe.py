@@ -134,8 +134,6 @@ def probe(
             piece, settled = _next(runner, ahead, meter)
             if meter is not None:
                 seen.append(_step_bytes(runner, meter, piece, before, like=like))
-        if not settled:
-            runner.follow_flow()
         if runner.stepper.lean is not None and (meter is not None or keep):
             piece = None
             piece, seen = _rehearse(runner, ahead, meter, keep=keep)
@@ -148,7 +146,7 @@ def probe(
                     ahead[-1] = (ahead[-1][0], None)
             del piece
             lookout = Lookout(runner, meter, seen, budget, times=times, keeping=(keeps_from, spare))
-    runner.end_learning()
+    runner.end_learning(settled=settled)
     if lookout is not None:
         measured = lookout.equal(seen[-1], runner.length)
     return Probed(measured, ahead, lookout)

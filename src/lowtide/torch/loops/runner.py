@@ -281,17 +281,16 @@ class StepRunner:
         self._arrive(k - 1, carry)
         outputs = self.outputs.leaves(k - 1, y)
         self.shared.note(k, self.state(), outputs)
-        if self._first_runs and self._has_graph(k - 1, carry):
-            self._cut_own_graph()
+        if self._first_runs and self._has_graph(k - 1, carry):  # the step turns grad on by itself
+            self._turn_grad_on()
         return outputs if k == stop else self._run_dropping_tapes(k, stop)
 
-    def _cut_own_graph(self) -> None:
-        """The step has turned grad on by itself: cut the state off the graph that it has nevertheless."""
+    def _turn_grad_on(self) -> None:
+        """Run steps with grad from here on, and follow through which parts of the state gradients flow."""
         self.follow_flow()
-        # Which of the others would have one with grad is not seen, so all of them may.
+        # Which of those that have none now would have one with grad is not seen, so all of them may.
         may_flow = [True] * len(self.leaves) + self._hidden_flags()
-        rows = zip(may_flow, self.state(), strict=True)
-        self._flags_now = [may and is_differentiable(leaf) for may, leaf in rows]
+        self._flags_now = [may and is_differentiable(leaf) for may, leaf in zip(may_flow, self.state(), strict=True)]
         self.detach_state()
 
     def _has_graph(self, k: int, carry: Any) -> bool:
@@ -738,8 +737,13 @@ class StepRunner:
         self.last_output = []
         return self.state()
 
-    def end_learning(self) -> None:
-        """It is known what belongs to the state; what changes beside it from here on is refused."""
+    def end_learning(self, *, settled: bool) -> None:
+        """It is known what belongs to the state; what changes beside it from here on is refused.
+
+        Where it is not settled through which parts of it gradients flow, that is followed at every step.
+        """
+        if not settled:
+            self.follow_flow()
         self.let_go()
         self.hidden.settle()
         if not self.hidden.may_collect():  # else outputs may come to stay in the state later
