@@ -11,7 +11,7 @@ import lowtide.torch as lt
 from lowtide import BudgetError, Plan
 from tests.torch.loops.random_loops import RandomLoop, kept_by_plain, peaks, random_loop
 
-FEW = [0, 3, 13, 17, 24, 33, 39, 59]  # one of each kind
+FEW = [17, 33, 39, 55, 59, 185]  # of most kinds, and short
 # With a fold or the last output alone, a step's working set is not what most steps take, and the state may be much
 # larger than the tape; near the least budget, all that is fixed is a large part of it.
 NOT_USED = ("reduced fold", "reduced last")
@@ -62,7 +62,7 @@ def test_random_loops_keep_their_budgets(first: int) -> None:
         check_budget(seed)
 
 
-@pytest.mark.parametrize("seed", [4, 6, 24, 31])
+@pytest.mark.parametrize("seed", [4, 6, 31])
 def test_the_least_budget_works(seed: int) -> None:
     check_least(seed)
 
@@ -101,7 +101,7 @@ class Late(torch.nn.Module):
         return self.seen.mean()
 
 
-@pytest.mark.parametrize("budget", [18_000, 60_000])
+@pytest.mark.parametrize("budget", [pytest.param(18_000, marks=pytest.mark.slow), 60_000])
 def test_a_state_that_begins_to_grow_is_noticed(budget: int) -> None:
     torch.manual_seed(0)
     net, xs = Late(15), torch.randn(30, 1, 32)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
-from lowtide.torch.loops.probe import Lookout, Unlike
+from lowtide.torch.loops.probe import Lookout, OddStep
 from lowtide.torch.loops.pullback import LateGradientError, Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
@@ -72,7 +72,7 @@ class Engine:
                     self._pending = chain([action], actions)
                     break
                 self._play(action)
-        except Unlike:  # nothing is done here, because what the error refers to lives as long as it is handled
+        except OddStep:  # nothing is done here, because what the error refers to lives as long as it is handled
             return False
         return True
 

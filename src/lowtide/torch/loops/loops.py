@@ -319,7 +319,7 @@ def _checkpointed(loop: Loop, knob: Knobs, extras: _Extras, pbar: Any, advance_w
 def _planned(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> Engine:
     """Probe the step, and plan."""
     probed = _probe(runner, knob, extras)
-    plan, goes_on = _first_plan(probed, knob, loop.inputs.length, look=False)
+    plan, goes_on = _first_plan(probed, knob, loop.inputs.length)
     if knob.plan is not None:
         _refuse_larger_state(runner, plan)
     if plan.bill.plain_runs:
@@ -330,11 +330,11 @@ def _planned(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> En
     return Engine(runner, plan.actions, probed.ahead if goes_on else [], lookout)
 
 
-def _first_plan(probed: Probed, knob: Knobs, length: int, *, look: bool) -> tuple[Plan, bool]:
-    """The plan for what the first steps cost, and whether it can go on from them; `look` as in `Lookout.plan`."""
+def _first_plan(probed: Probed, knob: Knobs, length: int) -> tuple[Plan, bool]:
+    """The plan for what the first steps cost, and whether it can go on from them."""
     if knob.budget is None or probed.costs is None or probed.lookout is None:
         return knob.choose(probed.costs, length), True
-    return probed.lookout.plan(probed.costs, look=look)
+    return probed.lookout.plan(probed.costs)
 
 
 def _refuse_larger_state(runner: StepRunner, plan: Plan) -> None:
@@ -388,6 +388,6 @@ def _plan(loop: Loop, knob: Knobs, hidden: tuple[str, ...], lean: bool) -> Plan:
         with torch.enable_grad(), gradients_aside(parameters), recording.recomputing():
             probed = _probe(runner, knob, extras, measure=True)
             recording.count(probe=len(probed.ahead))
-            return _first_plan(probed, knob, loop.inputs.length, look=True)[0]
+            return _first_plan(probed, knob, loop.inputs.length)[0]
     finally:
         runner.forget_probe()

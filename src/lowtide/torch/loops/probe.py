@@ -507,7 +507,7 @@ _NOTHING = _StepBytes(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 _BYTES = tuple(each.name for each in fields(_StepBytes) if each.name not in ("seconds", "backward"))
 
 
-class Unlike(Exception):  # noqa: N818  (it is no error)
+class OddStep(Exception):  # noqa: N818  (it is no error)
     """A step keeps or needs other amounts than the plan takes it to."""
 
 
@@ -549,10 +549,11 @@ class Lookout:
 
     def looks_at(self, k: int) -> bool:
         """Whether step k is one to be measured."""
-        return self._next == k < LOOKED_AT
+        made = (leaf.is_leaf and leaf.requires_grad for leaf in _tensors(self._runner.state()))
+        return self._next == k < LOOKED_AT and not any(made)
 
     def watch(self, k: int, tape: Callable[[], Piece]) -> Piece:
-        """Tape step k by a call of `tape`; raises `Unlike` if it is not like the others."""
+        """Tape step k by a call of `tape`; raises `OddStep` if it is not like the others."""
         runner, meter = self._runner, self._meter
         self._next = k + 1
         before = runner.state()
@@ -561,28 +562,25 @@ class Lookout:
         step = _step_bytes(runner, meter, piece, before, like=self._step)
         if self._differs(step):
             self._step = step
-            raise Unlike
+            raise OddStep
         return piece
 
     def check_state(self) -> None:
-        """Raise `Unlike` if the current state is larger than the plan takes states to be."""
+        """Raise `OddStep` if the current state is larger than the plan takes states to be."""
         grown = storage_bytes(_tensors(self._runner.state())) + self._step.drawn - self._step.state
         if grown > 0 and not self.uneven:
             step = self._step
             self._step = replace(step, state=step.state + grown, kept_state=step.kept_state + grown)
-            raise Unlike
+            raise OddStep
 
     def _differs(self, step: _StepBytes) -> bool:
         return step.is_beyond(self._step) or step.is_far_below(self._step)
 
     # --- plans
 
-    def plan(self, probed: ProbedCosts, *, look: bool) -> tuple[Plan, bool]:
-        """The first plan, and whether it can go on from the probed steps.
-
-        With `look`, more steps are measured before; else that is left to `watch`, when the plan runs.
-        """
-        odd = self._odd or (look and any(self._differs(self._measure(k)) for k in range(self._next, self._looked_at())))
+    def plan(self, probed: ProbedCosts) -> tuple[Plan, bool]:
+        """The first plan, and whether it can go on from the probed steps."""
+        odd = self._odd
         if not odd:
             with suppress(BudgetError):
                 return self._chosen(probed), True
