@@ -237,6 +237,8 @@ def test_a_step_that_computes_something_else_without_grad_is_found_at_the_first_
 
 
 class Scripted(nn.Module):
+    v: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(3)
@@ -246,7 +248,7 @@ class Scripted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.v = 0.5 * self.v + self.norm(x) * self.calls
-        return self.v.tanh()
+        return torch.tanh(self.v)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
@@ -255,7 +257,7 @@ def test_scripted_modules_keep_their_state() -> None:
         net = torch.jit.script(Scripted())
 
         def step(x: torch.Tensor) -> Any:
-            with torch.jit.optimized_execution(False):  # type: ignore[no-untyped-call]  # torch's own
+            with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]  # torch's own
                 return net(x)
 
         return For(step, (torch.randn(length, 2, 3),), [net])
@@ -344,7 +346,8 @@ def test_a_list_in_a_module_that_grows_while_a_loop_runs() -> None:
 
         def forward(self, h: torch.Tensor) -> torch.Tensor:
             self.past.append(h)
-            return torch.tanh(self.lin(h)) + sum(self.past)
+            result: torch.Tensor = torch.tanh(self.lin(h)) + sum(self.past)
+            return result
 
     def make(length: int) -> While:
         body = Body()

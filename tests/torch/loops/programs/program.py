@@ -187,7 +187,7 @@ def _bits(tensor: torch.Tensor) -> Any:
 def seen(value: Any, depth: int = 8, *, flags: bool = True) -> Any:
     """Everything in a value that can be compared, tensors by their bits."""
     if isinstance(value, torch.Tensor):
-        if isinstance(value, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(value):
             return "uninitialized"
         return (_bits(value), value.requires_grad if flags else None)
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
