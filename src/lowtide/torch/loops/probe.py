@@ -219,8 +219,8 @@ def _room_to_keep(runner: StepRunner, meter: Meter) -> int:
 
     With room to spare, because a tape that is kept makes the next step look more costly.
     """
-    one = max(meter.memory.now, meter.taped) + _random_bytes(runner, meter)
-    return runner.length * meter.memory.now + 8 * one + 3 * storage_bytes(runner.captured.targets)
+    one = meter.memory.now + _random_bytes(runner, meter)
+    return runner.length * meter.memory.now + 8 * one
 
 
 # --- what a step costs
@@ -531,7 +531,9 @@ class Lookout:
         self._runner = runner
         self._meter = meter
         self._step = seen[-1]
-        self._next = len(seen)
+        # A tape that is made longer must not begin with leaves that its steps have made themselves.
+        made = any(leaf.is_leaf and leaf.requires_grad for leaf in _tensors(runner.state()))
+        self._next = LOOKED_AT if made else len(seen)
         self._odd = any(map(self._differs, seen[1:])) or seen[0].is_beyond(self._step, seen[0].start)
         self._budget = budget
         self._times = times
@@ -549,8 +551,7 @@ class Lookout:
 
     def looks_at(self, k: int) -> bool:
         """Whether step k is one to be measured."""
-        made = (leaf.is_leaf and leaf.requires_grad for leaf in _tensors(self._runner.state()))
-        return self._next == k < LOOKED_AT and not any(made)
+        return self._next == k < LOOKED_AT
 
     def watch(self, k: int, tape: Callable[[], Piece]) -> Piece:
         """Tape step k by a call of `tape`; raises `OddStep` if it is not like the others."""
