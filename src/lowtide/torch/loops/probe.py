@@ -115,41 +115,71 @@ def probe(
         keep: keep the first step's tape in any case.
         goes_on: whether there is a step k; by default, if it is one of the loop's length.
     """
-    goes_on = goes_on or (lambda k: k < runner.length)
+    goes_on = goes_on or runner.has_step
     meter = Meter(runner.stepper.lean, timed=times) if costs else None
-    keeps_from = 0
     with runner.ambient.uncached():
         piece, meter = _first(runner, captures, meter)
-        if budget is not None and meter is not None:
-            keeps_from = _room_to_keep(runner, meter)
-            keep = parse_budget(budget, max(1, runner.length * meter.memory.now)) >= keeps_from
+        keep, keeps_from = _keeping(runner, meter, budget, keep=keep)
         ahead: list[Ahead] = [(runner.begin, piece if keep else None)]
         before = runner.begin.all_leaves()
-        like = _NOTHING if keep else None
         seen = [] if meter is None else [_step_bytes(runner, meter, piece, before, like=_NOTHING)]
         settled = False
-        while not settled and len(ahead) < _MOST_PROBED_STEPS and goes_on(len(ahead)):
-            piece = None  # one tape at a time, but for those ahead: the next one is measured
-            before = runner.let_go()
-            piece, settled = _next(runner, ahead, meter)
-            if meter is not None:
-                seen.append(_step_bytes(runner, meter, piece, before, like=like))
+        if goes_on(1):
+            piece = None
+            piece, settled = _until_settled(runner, ahead, meter, seen, goes_on, like=_NOTHING if keep else None)
         if runner.stepper.lean is not None and (meter is not None or keep):
             piece = None
             piece, seen = _rehearse(runner, ahead, meter, keep=keep)
         measured, lookout = None, None
         spare = 0 if keep else sum(step.tape for step in seen)
         if meter is not None:
-            if pulls and piece is not None:
-                seen[-1] = _pulled(runner, meter, piece, seen[-1], keep=keep)
-                if not keep:  # that pull has used up the last step's tape
-                    ahead[-1] = (ahead[-1][0], None)
+            if pulls:
+                _pull_last(runner, meter, piece, ahead, seen, keep=keep)
             del piece
             lookout = Lookout(runner, meter, seen, budget, times=times, keeping=(keeps_from, spare))
     runner.end_learning(settled=settled)
     if lookout is not None:
         measured = lookout.equal(seen[-1], runner.length)
     return Probed(measured, ahead, lookout)
+
+
+def _keeping(runner: StepRunner, meter: Meter | None, budget: int | str | None, *, keep: bool) -> tuple[bool, int]:
+    """Whether the tapes of the steps that are probed are kept, after the first; and from which budget on they are."""
+    if budget is None or meter is None:
+        return keep, 0
+    keeps_from = _room_to_keep(runner, meter)
+    return parse_budget(budget, max(1, runner.length * meter.memory.now)) >= keeps_from, keeps_from
+
+
+def _pull_last(
+    runner: StepRunner, meter: Meter, piece: Piece | None, ahead: list[Ahead], seen: list[_StepBytes], *, keep: bool
+) -> None:
+    """Find out what it takes to pull the last step back; that uses up its tape, unless it is kept."""
+    if piece is None:
+        return
+    seen[-1] = _pulled(runner, meter, piece, seen[-1], keep=keep)
+    if not keep:
+        ahead[-1] = (ahead[-1][0], None)
+
+
+def _until_settled(
+    runner: StepRunner,
+    ahead: list[Ahead],
+    meter: Meter | None,
+    seen: list[_StepBytes],
+    goes_on: Callable[[int], bool],
+    *,
+    like: _StepBytes | None,
+) -> tuple[Piece | None, bool]:
+    """Run steps until one shows nothing new; returns the last one's tape, and whether there was such a step."""
+    piece, settled = None, False
+    while not settled and len(ahead) < _MOST_PROBED_STEPS and goes_on(len(ahead)):
+        piece = None  # one tape at a time, but for those ahead: the next one is measured
+        before = runner.let_go()
+        piece, settled = _next(runner, ahead, meter)
+        if meter is not None:
+            seen.append(_step_bytes(runner, meter, piece, before, like=like))
+    return piece, settled
 
 
 def _first(

@@ -131,6 +131,10 @@ class StepRunner:
         """The leaves of the current state, by position."""
         return [*self.leaves, *self.hidden.leaves()]
 
+    def has_step(self, k: int) -> bool:
+        """Whether step k is one of the loop's."""
+        return k < self.length
+
     def state_bytes(self) -> int:
         """Bytes of the current state, random states included."""
         return storage_bytes(tensors_of(self.state())) + mark_bytes(self.random.mark(), self.random.start)
@@ -618,6 +622,7 @@ class StepRunner:
         with self.hidden.meeting_modules(), watch, self.stepper.without_lean(), torch.enable_grad():
             piece = self._begun(0)
             y = self.run_carefully(0, next(self.inputs.rows(0, 1, piece.xs)))
+        with torch.enable_grad():
             self._noting(piece, put=False)(0, self.carry, y)
         self._end_piece(piece, 1, y)
         return piece, watch
