@@ -26,10 +26,11 @@ ROOT = DOCS.parent
 _FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=ticks)[ ]*$", re.M | re.S)
 _FILE = re.compile(r"# (\w+\.py)\n")
 # What others install or fetch is not run here; these are the forms that the pages may show.
-_PIP = (
+_SHOWN = (
     'pip install --constraint constraints.txt --editable ".[all]"',
     "pip install --editable .",
     'pip install --editable ".[report]"',
+    "pytest tests/device --device cuda",
 )
 
 
@@ -107,7 +108,7 @@ class Reader:
             targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
             assert set(rest) <= set(targets), f"{line}: the Makefile has {targets}"
             return ""
-        assert line.split(" #")[0].rstrip() in _PIP, f"{line}: not among the commands that a page may show"
+        assert line.split(" #")[0].rstrip() in _SHOWN, f"{line}: not among the commands that a page may show"
         return ""
 
 

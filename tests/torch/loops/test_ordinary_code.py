@@ -237,8 +237,6 @@ def test_a_step_that_computes_something_else_without_grad_is_found_at_the_first_
 
 
 class Scripted(nn.Module):
-    v: torch.Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(3)

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from lowtide.actions import Action, Advance, Backward, Drop, Restore, Save, Tape
+from lowtide.errors import CheckpointError
 from lowtide.torch.loops.probe import Lookout, OddStep
-from lowtide.torch.loops.pullback import LateGradientError, Piece, Pullback
+from lowtide.torch.loops.pullback import LateGradient, Piece, Pullback
 from lowtide.torch.loops.runner import Ahead, Snapshot, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.state.capture import now, spare_hooks
@@ -83,7 +84,7 @@ class Engine:
         self._snapshots.clear()
         self._pieces.clear()
         self._connected = False
-        self._actions = self._lookout.plan_again(self.runner.length).actions
+        self._actions = self._lookout.play_again(self.runner.length)
         self.runner.rewind()
 
     def backward(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -115,9 +116,9 @@ class Engine:
                 for action in actions:
                     self._play(action)
             return self._pullback
-        except LateGradientError as late:
+        except LateGradient as late:
             if not runner.let_flow(late.positions):
-                raise
+                raise CheckpointError(str(late)) from None
             return None
         finally:
             self._snapshots.clear()

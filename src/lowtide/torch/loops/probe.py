@@ -14,6 +14,7 @@ refused: so the least budget that the error names is what the plan for it takes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
@@ -22,8 +23,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from lowtide.actions import Action
 from lowtide.chain import Chain, StepCost, Ways, Working
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, InputError
 from lowtide.plan import Plan
 from lowtide.planners.choose import choose, least_budget, refused
 from lowtide.planners.revolve import slots_within
@@ -34,7 +36,7 @@ from lowtide.torch.loops.pullback import Piece
 from lowtide.torch.loops.runner import Ahead, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.memory.accelerators import seconds_now
-from lowtide.torch.memory.tracker import Memory, key_of, storage_bytes, storage_of, tensors_of, watching
+from lowtide.torch.memory.tracker import Memory, storage_bytes, storage_of, tensors_of, watching
 from lowtide.torch.state.capture import as_it_was_packed
 from lowtide.torch.state.generators import mark_bytes
 
@@ -139,7 +141,7 @@ def probe(
             lookout = Lookout(runner, meter, seen, budget, times=times, keeping=(keeps_from, spare))
     runner.end_learning(settled=settled)
     if lookout is not None:
-        measured = lookout.equal(seen[-1], runner.length)
+        measured = lookout.equal(_typical(seen), runner.length)
     return Probed(measured, ahead, lookout)
 
 
@@ -268,6 +270,7 @@ class Meter:
         self.memory = Memory()
         self._lean = lean
         self.packed: set[int] = set()  # storages that the tape holds
+        self._packed_alive: list[weakref.ref[torch.UntypedStorage]] = []  # each forgets its key when it is gone
         self.forward = 0.0  # seconds
         self.made = 0  # bytes that the step made and that are alive after it
         self.taped = 0  # most bytes at once, while the step was taped, of what it made
@@ -295,6 +298,7 @@ class Meter:
         earlier = {key: memory.bytes_of([key]) for key in self._new & self._old}
         packed = set(self.packed)
         self.packed.clear()
+        self._packed_alive.clear()
         worst, memory.peak = memory.peak, memory.now
         began = self.seconds_now()
         with self._seeing_tape():
@@ -321,10 +325,18 @@ class Meter:
 
         def packed(tensor: torch.Tensor) -> Any:
             kept = pack(_without_graph(tensor))
-            self.packed.update(map(key_of, tensors_of(kept)))
+            for part in tensors_of(kept):
+                self._note_packed(part)
             return kept
 
         return torch.autograd.graph.saved_tensors_hooks(packed, unpack)
+
+    def _note_packed(self, tensor: torch.Tensor) -> None:
+        """The tape holds the tensor's storage, as long as this lives: another one may get its key after that."""
+        storage, packed = storage_of(tensor), self.packed
+        if storage is not None and (key := storage._cdata) not in packed:
+            packed.add(key)
+            self._packed_alive.append(weakref.ref(storage, lambda _: packed.discard(key)))
 
     def packed_anew(self, tensors: list[torch.Tensor]) -> int:
         """The bytes that hooks around the loop make of tensors that the loop itself saves."""
@@ -345,8 +357,7 @@ class Meter:
             self.taped = self.made + room
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if (storage := storage_of(tensor)) is not None:
-            self.packed.add(storage._cdata)
+        self._note_packed(tensor)
         return tensor.detach()  # the tensor itself would keep the graph alive that made it
 
     def saved(self, state: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
@@ -529,12 +540,29 @@ def _zeros_for(leaf: Any, shape: Callable[[torch.Tensor], tuple[int, ...]] | Non
 # --- steps that are not alike
 
 
+_MOST_TIMES_ODD = 3  # so often a loop of unknown length begins again
 _ENDLESS = (
-    "this is for the steps so far, which need more than the first ones, and a loop of unknown length cannot be planned "
-    "again; give more, or checkpoints=, or use a loop whose length is known"
+    "the steps of this loop keep more and more, and a loop of unknown length cannot be planned for that: pass "
+    "checkpoints= in place of budget=, or use a loop whose length is known"
 )
 _NOTHING = _StepBytes(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 _BYTES = tuple(each.name for each in fields(_StepBytes) if each.name not in ("seconds", "backward"))
+
+
+_LITTLE_MORE = 1.25  # times what others take while they run
+
+
+def _typical(seen: list[_StepBytes]) -> _StepBytes:
+    """What all steps are taken to cost: the last one that was seen, with room for one that takes a little more to run.
+
+    The first one may, where it makes the state of numbers.
+    """
+    last, most = seen[-1], max(step.taped for step in seen)
+    return replace(last, taped=most) if most <= _LITTLE_MORE * last.taped else last
+
+
+def _most(one: _StepBytes, other: _StepBytes) -> _StepBytes:
+    return replace(one, **{name: max(getattr(one, name), getattr(other, name)) for name in _BYTES})
 
 
 class OddStep(Exception):  # noqa: N818  (it is no error)
@@ -560,7 +588,10 @@ class Lookout:
     ) -> None:
         self._runner = runner
         self._meter = meter
-        self._step = seen[-1]
+        # For a loop of which nobody knows how many steps there will be: what to play with so many slots.
+        self.with_slots: Callable[[int], Callable[[], Iterator[Action]]] | None = None
+        self._times_odd = 0
+        self._step = _typical(seen)
         # A tape that is made longer must not begin with leaves that its steps have made themselves.
         made = any(leaf.is_leaf and leaf.requires_grad for leaf in _tensors(runner.state()))
         self._next = LOOKED_AT if made else len(seen)
@@ -569,7 +600,6 @@ class Lookout:
         self._times = times
         self._keeping = keeping
         self._packed = meter.packed_anew(runner.differentiated())  # held from the end of the first sweep on
-        self.is_endless = False  # whether nobody knows how many steps there will be
         self.uneven = False  # whether steps were found not to be alike, and are planned so
 
     @property
@@ -592,7 +622,7 @@ class Lookout:
             piece = tape()
         step = _step_bytes(runner, meter, piece, before, like=self._step)
         if self._differs(step):
-            self._step = step
+            self._step = step if self.with_slots is None else _most(step, self._step)
             raise OddStep
         return piece
 
@@ -605,7 +635,7 @@ class Lookout:
             raise OddStep
 
     def _differs(self, step: _StepBytes) -> bool:
-        return step.is_beyond(self._step) or step.is_far_below(self._step)
+        return step.is_beyond(self._step) or (self.with_slots is None and step.is_far_below(self._step))
 
     # --- plans
 
@@ -617,13 +647,16 @@ class Lookout:
                 return self._chosen(probed), True
         return self._planned_again(self._runner.length, odd=odd), False
 
-    def plan_again(self, stop: int) -> Plan:
-        """A plan for steps [0, stop), nothing of which is held but the state before them."""
-        if self.is_endless:
-            costs = self.equal(self._step, stop)
-            raise BudgetError(self._allowed(costs), max(costs.floor, least_budget(costs.chain)), _ENDLESS)
+    def play_again(self, stop: int) -> Callable[[], Iterator[Action]]:
+        """What to play instead for steps [0, stop), nothing of which is held but the state before them."""
         self._meter.memory.restart_peak()
-        return self._planned_again(stop, odd=True)
+        if self.with_slots is None:
+            return self._planned_again(stop, odd=True).actions
+        self._times_odd += 1
+        if self._times_odd > _MOST_TIMES_ODD:
+            raise InputError(_ENDLESS)
+        costs = self.equal(self._step, stop)
+        return self.with_slots(costs.slots_within(self._allowed(costs)))
 
     def _planned_again(self, stop: int, *, odd: bool) -> Plan:
         """A plan by what each step costs; the budget is refused as soon as they are seen to need more.

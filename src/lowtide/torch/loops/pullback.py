@@ -153,7 +153,7 @@ class LoopParts:
     shared: Shared
 
 
-class LateGradientError(CheckpointError):
+class LateGradient(Exception):  # noqa: N818  (it is one only if the backward cannot begin again)
     """Gradients flow through parts of the state that had none while the first steps ran, at these positions.
 
     The backward begins again, with gradients for these parts.
@@ -238,7 +238,7 @@ class Pullback:
         """Add the cotangents of the state at which the piece ends."""
         late = [k for k, edge in enumerate(piece.ends) if edge is not None and not self._expected[k]]
         if late:
-            raise LateGradientError(self._lost(piece, late[0]), late)
+            raise LateGradient(self._lost(piece, late[0]), late)
         for position, edge in enumerate(piece.ends):
             if edge is None:
                 continue

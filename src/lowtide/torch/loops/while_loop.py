@@ -104,9 +104,9 @@ def checkpointed_while_loop(
         )
         if bytes_ is not None and probed.costs is not None and probed.lookout is not None:
             slots = probed.costs.slots_within(bytes_)
-            probed.lookout.is_endless = True
+            probed.lookout.with_slots = lambda slots: lambda: _actions(engine, condition, slots)
         lookout = None if bytes_ is None else probed.lookout
-        engine = Engine(runner, lambda: _actions(engine, condition, slots), probed.ahead, lookout)
+        engine: Engine = Engine(runner, lambda: _actions(engine, condition, slots), probed.ahead, lookout)
         return run_loop(engine)[0]
     except LowtideError:
         runner.restart()

@@ -41,10 +41,10 @@ from lowtide.torch.state.ambient import RandomStates, aside
 from lowtide.torch.state.hidden import left_as_it_was
 from lowtide.torch.state.stand_in import StandIn, original, standing_in
 
-# The share of the requested peak by which a plan aims lower: if the step is run once as planned, and if it is planned
-# on paper. No prediction in the tests was too low by more than this.
 _logger = logging.getLogger(__name__)
 
+# The share of the requested peak by which a plan aims lower: if the step is run once as planned, and if it is planned
+# on paper. No prediction in the tests was too low by more than this.
 MARGIN = 0.01
 MARGIN_ON_PAPER = 0.03
 _MOST_PLANS_RUN = 6  # each is run once; if it took too much, the next one aims lower by the excess
