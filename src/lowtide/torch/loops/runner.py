@@ -671,11 +671,12 @@ class StepRunner:
         self.hidden.look()
         for snapshot in snapshots:
             self.hidden.complete(snapshot.hidden)
-        before = self.profile.state
+        before, by_name = self.profile.state, dict(self._flows_by_name)
         self._learn_flow(piece, snapshots[-1])
         self.refuse_collected(piece.since)
         self._note_first_graph(piece)
-        return self.profile.state == before
+        # Where a list grows, say, there are other positions at every step, and what is known of them goes by name.
+        return self.profile.state == before or (self._form_varies and self._flows_by_name == by_name)
 
     def _note_first_graph(self, piece: Piece) -> None:
         """Take note of the graph and the state of one of the first steps, as long as it is not known what moves."""
