@@ -27,8 +27,7 @@ from lowtide.torch.loops.lean_step import LeanStep
 from lowtide.torch.loops.outputs import Outputs
 from lowtide.torch.loops.probe import Probed, probe
 from lowtide.torch.loops.runner import StepRunner
-from lowtide.torch.loops.step import Loop, StepFunction, Stepper
-from lowtide.torch.loops.transforms import refuse_transforms
+from lowtide.torch.loops.step import Loop, StepFunction, Stepper, refuse_transforms
 from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient, gradients_aside
 from lowtide.torch.state.generators import Randomness

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowtide.checks import function
-from lowtide.errors import InputError, LowtideError
+from lowtide.errors import FunctionError, InputError, LowtideError
 from lowtide.interface.options import Fold, Reduce, fold_of
 from lowtide.torch.loops.inputs import Inputs
 from lowtide.torch.loops.lean_step import LeanStep
@@ -251,3 +251,15 @@ _KEEP_STRUCTURE = (
     "structure. For a list that grows, return its items as outputs, give it its full length in init, or keep it in an "
     "attribute of a module"
 )
+
+
+def refuse_transforms(ours: str, plain: str) -> None:
+    """Refuse to run inside a transform of `torch.func`; `plain` is what to use in place of `ours` there.
+
+    A backward runs steps again outside of it, where the tensors of its level are nobody's.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise FunctionError(
+            f"{ours} is called inside a transform of torch.func (grad, vmap, jvp, ...), which cannot see through it; "
+            f"take gradients with torch.autograd.grad(loss, tensors), or use {plain} inside the transform"
+        )

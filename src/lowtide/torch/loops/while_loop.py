@@ -24,8 +24,7 @@ from lowtide.torch.loops.lean_step import LeanStep
 from lowtide.torch.loops.outputs import Outputs
 from lowtide.torch.loops.probe import probe
 from lowtide.torch.loops.runner import StepRunner
-from lowtide.torch.loops.step import Stepper, Turn
-from lowtide.torch.loops.transforms import refuse_transforms
+from lowtide.torch.loops.step import Stepper, Turn, refuse_transforms
 from lowtide.torch.memory import recording
 from lowtide.torch.state.ambient import Ambient
 from lowtide.torch.state.generators import Randomness

@@ -920,7 +920,7 @@ def _(length: int) -> Scan:
     return Scan(step, torch.zeros(2, 3), None, [policy], length=length)
 
 
-@program("actor and critic with resets where episodes end")
+@program("actor and critic with resets where episodes end", refused='use "sum"')
 def _(length: int) -> Scan:
     body, pi, value = nn.GRUCell(3, 5), nn.Linear(5, 2), nn.Linear(5, 1)
     obs, done = torch.randn(length, 2, 3), torch.rand(length, 2) < 0.2
@@ -1095,7 +1095,7 @@ def _(length: int) -> Scan:
     return Scan(step, torch.zeros(3, dtype=torch.float64), xs, [w])
 
 
-@program("integer and boolean states")
+@program("integer and boolean states", refused='use "sum"')
 def _(length: int) -> Scan:
     lin, xs = nn.Linear(3, 3), torch.randn(length, 2, 3)
 
@@ -1146,7 +1146,7 @@ def _(length: int) -> Scan:
     return Scan(step, torch.tensor([1.0 + 0j, 0]), angles, [angles])
 
 
-@program("backward of only some outputs, nested in structures")
+@program("backward of only some outputs, nested in structures", refused='use "sum"')
 def _(length: int) -> Scan:
     lin, xs = nn.Linear(3, 3), torch.randn(length, 2, 3)
 
