@@ -272,7 +272,7 @@ class Looks(Layer):
         (row, {"device": 3}, "device=3 is not known"),
         (row, {"peak": "much"}, "peak"),
         (lambda: Row([Layer(), Looks()]), {}, r"layers\.1 \(Looks\), line \d+ of test_on_paper.py, looks at values"),
-        (lambda: Row([nn.LazyLinear(3)]), {}, "no shape yet"),
+        (lambda: Row([nn.LazyLinear(3)]), {}, "is not initialised"),
     ],
     ids=["unknown device", "no device", "peak", "looks at values", "lazy"],
 )

@@ -578,7 +578,10 @@ SILENT = [(make, end) for make in ORDINARY for end in FRONT_ENDS if end == "loop
 def test_it_is_not_refused_and_nobody_is_warned(
     make: Callable[[Core], Ordinary], front_end: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert_same(outcome(make, front_end, {}), outcome(make, front_end, None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = outcome(make, front_end, {})
+    assert_same(found, outcome(make, front_end, None))
 
 
 @pytest.fixture(autouse=True)
@@ -755,7 +758,6 @@ def steering_number(core: Core) -> Ordinary:
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
-@pytest.mark.filterwarnings("ignore:.* moved while")
 @pytest.mark.parametrize("make", [*ORDINARY, steering_number])
 def test_without_a_check_nothing_is_refused(
     make: Callable[[Core], Ordinary], front_end: str, capsys: pytest.CaptureFixture[str]

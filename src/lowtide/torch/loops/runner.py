@@ -392,6 +392,8 @@ class StepRunner:
         state = self.state()
         self.shared.note(stop, state, self.last_output)
         piece.stop, piece.ends = stop, edges_of(state)
+        if self._first_runs and not self._learning:
+            self._note_outputs(piece)
         if self._flags_now is not None or not piece.start:
             self._follow(piece.ends)
         if self.proof.compares_graphs:
@@ -675,8 +677,12 @@ class StepRunner:
         self._learn_flow(piece, snapshots[-1])
         self.refuse_collected(piece.since)
         self._note_first_graph(piece)
-        # Where a list grows, say, there are other positions at every step, and what is known of them goes by name.
-        return self.profile.state == before or (self._form_varies and self._flows_by_name == by_name)
+        return self.profile.state == before or (self._flows_by_name == by_name and self._goes_by_name())
+
+    def _goes_by_name(self) -> bool:
+        """Whether there are other positions at every step, as where a list grows, and those of one name are alike."""
+        flags = set(zip(self._position_names(), self.profile.state, strict=True))
+        return self._form_varies and len(flags) == len(self._flows_by_name)
 
     def _note_first_graph(self, piece: Piece) -> None:
         """Take note of the graph and the state of one of the first steps, as long as it is not known what moves."""
@@ -692,10 +698,13 @@ class StepRunner:
         piece.ends = edges_of(state)
         self._flags_now = [edge is not None for edge in piece.ends]
         self._flows(self._flags_now)
-        profile = self.profile
-        gradients = [bool(column) for column in piece.outputs]
-        profile.outputs[:] = [new or old for new, old in zip(gradients, profile.outputs or gradients, strict=True)]
+        self._note_outputs(piece)
         self.shared.note(piece.stop, state, self.last_output)
+
+    def _note_outputs(self, piece: Piece) -> None:
+        """Add to the profile which outputs of these steps have gradients."""
+        known, gradients = self.profile.outputs, [bool(column) for column in piece.outputs]
+        known[:] = [new or old for new, old in zip(gradients, known or gradients, strict=True)]
 
     def _flows(self, flags: list[bool]) -> None:
         """Add to the profile through which positions of the state gradients flow at a step."""
