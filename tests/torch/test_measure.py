@@ -258,3 +258,9 @@ def test_a_module_and_its_gradients() -> None:
         assert memory.now == measure.storage_bytes(list(net.parameters())) == 4 * (32 * 16 + 16)
         net(torch.ones(4, 32)).sum().backward()
         assert memory.now == 2 * 4 * (32 * 16 + 16)
+
+
+def test_there_is_a_line_for_each_device() -> None:
+    with measure.peak() as memory:
+        kept = torch.ones(100)
+    assert memory.peaks == {"cpu": kept.nbytes}

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import lowtide.torch as lt
 from lowtide import CheckpointError
+from lowtide.torch.checkpoint.call import _found_later, _Noted
 from tests.torch.calls import Function, drawn_leaf, plainly, same
 from tests.torch.checkpoint.calls import Log, both
 
@@ -1296,3 +1297,16 @@ def test_a_buffer_that_is_saved_and_counts_on_is_right_or_an_error() -> None:
         return
     assert torch.equal(gradient, torch.ones(3))
     assert net.state_dict()["gain"].tolist() == [2.0] * 3
+
+
+def test_a_difference_that_is_read_when_the_call_is_gone_is_told_without_the_operation() -> None:
+    likeness = (torch.Size([3]), torch.float32, torch.device("cpu"))
+    noted = _Noted(uncompared=False, check_rerun=None, debug=False)
+
+    def found(call: Any, number: int) -> CheckpointError | None:
+        return _found_later(lambda: call, noted, number, likeness)  # type: ignore[arg-type]  # as a weak method is called
+
+    assert "check_rerun=True" in str(found(None, 2))
+    assert found(lambda _: None, 2) is None  # the call knows of an operation that leaves parts unfilled
+    noted.late = frozenset({2})
+    assert found(None, 2) is None

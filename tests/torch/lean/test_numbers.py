@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide.torch as lt
 from lowtide import CheckpointError
 from lowtide.torch.lean import call as lean_module
+from lowtide.torch.lean.trace import _why_not_with
 from tests.torch.calls import Function, drawn_leaf, plainly, same
 from tests.torch.lean.calls import Gate, both, collecting_by_hand, note, noted, step, traced
 
@@ -393,3 +395,10 @@ def test_a_bound_that_nobody_follows_and_that_matters_for_one_element_of_many() 
     for _limits.highest["x"] in (9.0, 9.0, 2.0, 1.0):
         outcomes = [torch.autograd.grad(call(function, x).square().sum(), x)[0] for call in (plainly, lt.lean)]
         assert torch.equal(*outcomes)
+
+
+def test_sums_in_any_order_are_kept_on_a_device() -> None:
+    with FakeTensorMode():
+        there, here = torch.ones(3, device="cuda"), torch.ones(3)
+    add = torch.ops.aten.index_add.default
+    assert [_why_not_with(add, [tensor], [], False) for tensor in (there, here)] == ["adds in any order", ""]

@@ -278,3 +278,14 @@ def test_compiled_steps_have_no_lean_tapes() -> None:
         lt.checkpointed_scan(lambda h, x: (h, x), torch.zeros(2), length=3, compile=True, lean=True)
     with pytest.raises(InputError, match="compile=True and lean=True"):
         lt.checkpointed_for_loop(lambda x: x, torch.zeros(3, 2), compile=True, lean=True)
+
+
+def test_an_error_of_the_step_is_its_own() -> None:
+    def step(h: torch.Tensor, x: torch.Tensor) -> Any:
+        if x[0] > 2:
+            raise RuntimeError("mine")
+        return torch.tanh(h * x), h
+
+    xs = torch.arange(5.0).unsqueeze(1).expand(5, 3)
+    with pytest.raises(RuntimeError, match=r"^mine$"):
+        lt.checkpointed_scan(step, torch.ones(3, requires_grad=True), xs, base=5, lean=True)

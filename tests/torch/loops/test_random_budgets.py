@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +122,22 @@ def test_a_while_loop_whose_state_grows_is_refused() -> None:
         lt.checkpointed_while_loop(*loop, budget=30_000)
     assert net.k == 0
     lt.checkpointed_while_loop(*loop, checkpoints=3)[0].sum().backward()
+
+
+def test_a_while_loop_with_a_step_that_takes_a_little_more_begins_again() -> None:
+    def run(loop: Any, **options: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(32, 32)
+
+        def step(carry: Any) -> Any:
+            h, k = carry
+            more = net(h).tanh() * net(h) if k == 4 else net(h)
+            return torch.tanh(more) + h, k + 1
+
+        h, _ = loop(lambda carry: carry[1] < 12, step, (torch.ones(4, 32), 0), **options)
+        return torch.autograd.grad(h.sum(), net.weight)[0]
+
+    with lt.record(memory=False) as receipt:
+        found = run(lt.checkpointed_while_loop, budget=30_000)
+    assert torch.equal(found, run(lt.checkpointed_while_loop, checkpoints=12))
+    assert receipt.plain_runs > 12

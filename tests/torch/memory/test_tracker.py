@@ -196,3 +196,9 @@ def test_a_curve_is_that_of_the_memory_that_counts() -> None:
     with FakeTensorMode():
         memory.see(torch.empty(10, device="cuda"))
     assert max(memory.curve_beyond(living=True)) == 40
+
+
+def test_a_sparse_tensor_has_no_storage_to_follow() -> None:
+    memory = Memory()
+    memory.see(torch.ones(4).to_sparse())
+    assert (memory.now, memory.peaks) == (0, {})

@@ -79,7 +79,7 @@ FORMS: list[Callable[[torch.Tensor], Any]] = [
 ]
 
 
-FORM_CASES = [pytest.param(form, marks=pytest.mark.untraced if k else ()) for k, form in enumerate(FORMS)]
+FORM_CASES = FORMS
 
 
 @pytest.mark.parametrize("form", FORM_CASES)

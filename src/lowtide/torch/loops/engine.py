@@ -85,7 +85,7 @@ class Engine:
         self._pieces.clear()
         self._connected = False
         self._actions = self._lookout.play_again(self.runner.length)
-        self.runner.rewind()
+        self.runner.restart()
 
     def backward(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Play the rest; the gradients of the differentiable start, then of the inputs, then of captured tensors."""

@@ -324,7 +324,7 @@ def _planned(runner: StepRunner, loop: Loop, knob: Knobs, extras: _Extras) -> En
     if plan.bill.plain_runs:
         try_without_grad(runner, probed.ahead, loop.target)
     if not goes_on:
-        runner.rewind()
+        runner.restart()
     lookout = None if knob.budget is None else probed.lookout
     return Engine(runner, plan.actions, probed.ahead if goes_on else [], lookout)
 

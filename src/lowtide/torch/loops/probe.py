@@ -157,11 +157,10 @@ def _pull_last(
     runner: StepRunner, meter: Meter, piece: Piece | None, ahead: list[Ahead], seen: list[_StepBytes], *, keep: bool
 ) -> None:
     """Find out what it takes to pull the last step back; that uses up its tape, unless it is kept."""
-    if piece is None:
-        return
-    seen[-1] = _pulled(runner, meter, piece, seen[-1], keep=keep)
-    if not keep:
-        ahead[-1] = (ahead[-1][0], None)
+    if piece is not None:
+        seen[-1] = _pulled(runner, meter, piece, seen[-1], keep=keep)
+        if not keep:
+            ahead[-1] = (ahead[-1][0], None)
 
 
 def _until_settled(
@@ -666,7 +665,7 @@ class Lookout:
         runner, steps = self._runner, list[_StepBytes]()
         self._next, look_again = LOOKED_AT, self._looked_at()
         limit = self._allowed(self.equal(self._step, stop))
-        runner.rewind()
+        runner.restart()
         for k in range(stop):
             with runner.again(k):
                 steps.append(self._measure(k))
@@ -686,8 +685,7 @@ class Lookout:
         try:
             foretold.check(self._allowed(foretold))
         except BudgetError:
-            larger.check(self._allowed(larger))
-            raise
+            larger.check(self._allowed(larger))  # it needs as much at least, so this raises
 
     def _looked_at(self) -> int:
         return min(LOOKED_AT, self._runner.length)

@@ -167,13 +167,6 @@ class StepRunner:
         self._set_carry(self.begin.leaves, self.stepper.first.form)
         self.last_output = []
 
-    def rewind(self) -> None:
-        """Make the state before step 0 the current one."""
-        if self._first_runs:
-            self.restart()
-        else:
-            self.resume(0, self.begin)
-
     def forget_carry(self) -> None:
         """There is no current state: the next is one that is resumed."""
         self.leaves, self.carry = [], None

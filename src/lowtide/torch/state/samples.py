@@ -209,7 +209,7 @@ def one_backward(gradients: Iterable[torch.Tensor | None]) -> Iterator[None]:
     before = _outermost.waiting
     there = any(gradient is not None and not gradient.is_cpu for gradient in gradients)
     if before is None and there and is_in_backward():
-        _outermost.waiting = _of_this_backward()
+        _outermost.waiting = _of_this_backward()  # pragma: no cover  (in a thread of the device's, which is not traced)
     try:
         yield
     finally:
