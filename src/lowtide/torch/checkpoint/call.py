@@ -46,7 +46,7 @@ from lowtide.torch.state.samples import (
     compare_later,
     is_gone,
     may_be_unfilled,
-    read,
+    memory_of,
     sample_of,
     whole_sample_of,
 )
@@ -298,7 +298,7 @@ class _Noted:
                 and (memory := tensor.data_ptr())
             ):
                 likes.append((tensor.shape, tensor.dtype, _CPU))
-                samples.append(checksum(read(memory, size)))
+                samples.append(checksum(memory_of[size](memory)))
             else:
                 likes.append(_like(tensor))
                 samples.append(sample(tensor))
@@ -705,7 +705,7 @@ class _Rerun:
                     and (size := tensor.nbytes) <= small
                     and tensor.is_contiguous()
                     and (at := tensor.data_ptr())
-                    and checksum(read(at, size)) == samples[number]
+                    and checksum(memory_of[size](at)) == samples[number]
                 ):
                     compare(number, tensor)
             if late:

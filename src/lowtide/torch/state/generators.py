@@ -223,12 +223,14 @@ def _since_in_use(known: int) -> list[_Mark]:
     return [(source, source.beginning()) for source in _devices()] if known == len(_WITHOUT_DEVICES) else []
 
 
-Signs = tuple[bytes | float | None, ...]
+Signs = tuple[Any, ...]
 
 # Bound to names of their own, which are quickest to read: these are asked at every call of `checkpoint`.
 _read_torchs, _write_torchs = torch.default_generator.get_state, torch.default_generator.set_state
 _one_at_a_time = _TorchSource.one_at_a_time
 _accelerator = torch.accelerator.current_accelerator
+_first_bytes = (ctypes.c_char * _ENOUGH).from_address
+_END = _read_torchs().numel() - _ENOUGH  # where the last bytes of torch's state begin
 
 
 def _look() -> tuple[torch.Tensor, Signs | None]:
@@ -241,7 +243,7 @@ def _look() -> tuple[torch.Tensor, Signs | None]:
     if _numpys_bits() is not _NUMPY.bits or not _NUMPY.is_quick or not _PYTHON.memory:
         return state, None
     address = state.data_ptr()  # at the ends are the seed, the position, and the normal number that waits
-    return state, (read(address, _ENOUGH), read(address + state.numel() - _ENOUGH, _ENOUGH), *_words())
+    return state, (_words(), _first_bytes(address).raw, _first_bytes(address + _END).raw)
 
 
 def _words() -> Signs:
@@ -323,7 +325,7 @@ class _StartingThere:
         if self._signs is not None:
             with _one_at_a_time:
                 _write_torchs(self._torchs)
-            if _words() != self._signs[2:]:
+            if _words() != self._signs[0]:
                 for source, state in self._shared:
                     source.write(state)
 

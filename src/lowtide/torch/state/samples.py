@@ -36,6 +36,20 @@ WHOLE = 4096  # bytes up to which memory is read whole
 _NUMBERS = 1024  # read of anything larger, at least
 _MOST_NUMBERS = 8 * _NUMBERS  # real and imaginary parts of numbers that are spread as unevenly as possible
 checksum = zlib.crc32
+
+
+class _Windows(dict[int, Callable[[int], Any]]):
+    """By their number, what makes a buffer of the bytes at an address, which are not copied.
+
+    Each number has a class of ctypes behind it. These are kept: to make one takes long, and leaves a cycle behind.
+    """
+
+    def __missing__(self, size: int) -> Callable[[int], Any]:
+        window = self[size] = (ctypes.c_char * size).from_address
+        return window
+
+
+memory_of = _Windows()  # asked for at most `WHOLE` bytes
 # Like `ctypes.string_at`, without its detour by Python.
 read = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
@@ -49,7 +63,7 @@ _READ_ONLY = 0x100  # PyBUF_READ
 def sample_of(tensor: torch.Tensor) -> Sample:
     """A sample of a tensor's numbers; 0 for one that has no memory, such as a fake one, or zeros of forward mode.
 
-    Of a contiguous tensor on the CPU of at most `WHOLE` bytes it is the `checksum` of what `read` reads.
+    Of a contiguous tensor on the CPU of at most `WHOLE` bytes it is the `checksum` of its memory.
     """
     if type(tensor) not in _ORDINARY or tensor.layout is not _STRIDED:
         plain = _plain_part(tensor)
@@ -60,7 +74,7 @@ def sample_of(tensor: torch.Tensor) -> Sample:
         return _checksum_there(tensor.detach())
     size = tensor.nbytes
     if size <= WHOLE and tensor.is_contiguous():  # the usual case: this takes less than a microsecond
-        return checksum(read(tensor.data_ptr(), size))
+        return checksum(memory_of[size](tensor.data_ptr()))
     return _sample_of_memory(tensor, size)
 
 
@@ -70,7 +84,7 @@ def _sample_of_memory(tensor: torch.Tensor, size: int) -> int:
         gathered = words(_spread(tensor.detach())).clone(memory_format=torch.contiguous_format)
         return checksum(read(gathered.data_ptr(), gathered.nbytes))
     if size <= WHOLE:
-        return checksum(read(tensor.data_ptr(), size))
+        return checksum(memory_of[size](tensor.data_ptr()))
     count = size // 4
     memory = np.frombuffer(_memory_at(tensor.data_ptr(), 4 * count, _READ_ONLY), dtype=np.uint32)
     # An odd stride, so that it is no multiple of the length of a row.
