@@ -48,6 +48,30 @@ def test_a_number_that_was_set_back_is_left_as_it_was_set() -> None:
     assert net.n == 0
 
 
+_scale: Counting | None = None
+
+
+def _scaled(x: torch.Tensor) -> torch.Tensor:
+    return (x * (2 if _scale is None else _scale.n)).sin()
+
+
+def test_a_module_is_repeated_from_the_call_on_before_which_a_global_was_given_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, net = _leaf(), Counting()
+
+    def gradient(y: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    assert same_bits(gradient(lt.checkpoint(_scaled, x)), gradient((x * 2).sin()))  # nothing has to be noted yet
+    monkeypatch.setitem(globals(), "_scale", net)
+    net.n = 3
+    y = lt.checkpoint(_scaled, x)
+    net.n = 7
+    assert same_bits(gradient(y), gradient((x * 3).sin()))
+    assert net.n == 7
+
+
 def test_an_attribute_that_is_gone_by_the_backward_stays_gone() -> None:
     net, x = Counting(), _leaf()
     y = lt.checkpoint(net, x)

@@ -122,7 +122,8 @@ def checkpoint(
         contexts, check_rerun, kwargs = _own_keywords(function, contexts, check_rerun, kwargs)
     if _compiling():  # pragma: no cover  (it is traced, not run)
         return _traced(function, args, kwargs, context_fn, preserve_rng_state)
-    if not torch.is_grad_enabled() or recording.runs_plainly() or _transformed() is not None or _traces():
+    thread = recording.this_thread
+    if not torch.is_grad_enabled() or thread.plainly or _transformed() is not None or _traces():
         return function(*args, **kwargs)
     if determinism_check not in _CHECKS:
         raise InputError(f"determinism_check={determinism_check!r} is not known; give one of {', '.join(_CHECKS)}")
@@ -130,8 +131,8 @@ def checkpoint(
     if check_rerun is None and not preserve_rng_state:
         check_rerun = False  # other random numbers are other values
     noted = _Noted(determinism_check == "none", check_rerun, debug)
-    stack = _thread.calls
-    first, again = (_NO_CONTEXT, None) if context_fn is None else context_fn()
+    stack = thread.running
+    first, again = (None, None) if context_fn is None else context_fn()
     result: Any = None  # a context that suppresses an exception leaves it so
     try:
         if len(stack) > 8:
@@ -139,8 +140,11 @@ def checkpoint(
         call = _Call(function, args, kwargs, early_stop, Ambient(contexts), again)
         call.begin(stack, noted, preserve_rng_state)
         try:
-            with first:
+            if first is None:
                 result = function(*args, **kwargs)
+            else:
+                with first:
+                    result = function(*args, **kwargs)
         finally:
             call.end(stack)
     except RecursionError as error:
@@ -214,9 +218,7 @@ _frames.set_code_exec_strategy(
 
 
 class _CheckpointThread(threading.local):
-    def __init__(self) -> None:
-        self.calls: list[tuple[_Call, bool]] = recording.running()  # outermost first; True for a rerun
-        self.has_stopped = False  # whether the latest rerun was ended
+    has_stopped = False  # whether the latest rerun was ended
 
 
 _thread = _CheckpointThread()
@@ -424,23 +426,10 @@ class _Call:
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Split the arguments into tensors, which are kept for reruns, and the rest."""
         values: list[Any] = [*args, *kwargs.values()]
-        tensors: list[torch.Tensor] = []
-        self._places: list[int] = []
         self._structure: Structure | None = None
-        self._arguments = values
-        for place, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                tensors.append(value)
-                self._places.append(place)
-            elif type(value) not in _SIMPLE:
-                tensors.clear()
-                self._arguments = []  # until the first run begins: modules, functions and generators among them
-                self._structure = Structure(values, tensors, self._arguments)
-                self._structure.forget_originals()
-                break
-        else:
-            for place in self._places:
-                values[place] = None
+        self._places: list[int] | None = None  # of the tensors; None where there is nothing else
+        self._arguments: list[Any] = []
+        tensors = values if _USUAL.issuperset(map(type, values)) else self._split(values)
         top = _top_hooks(False)
         around = getattr(top[1], "__self__", None) if top is not None else None
         if isinstance(around, _Call):
@@ -449,6 +438,25 @@ class _Call:
             self.outer = (around, before, around._noted.so_far())
         else:
             self._held = KeptTensors(tensors, through_hooks=top is not None)
+
+    def _split(self, values: list[Any]) -> list[torch.Tensor]:
+        """The tensors among the arguments; notes what else there is."""
+        tensors: list[torch.Tensor] = []
+        places: list[int] = []
+        for place, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+                places.append(place)
+            elif type(value) not in _SIMPLE:
+                tensors.clear()
+                # Until the first run begins, `_arguments` has modules, functions and generators among them.
+                self._structure = Structure(values, tensors, self._arguments)
+                self._structure.forget_originals()
+                return tensors
+        for place in places:
+            values[place] = None
+        self._arguments, self._places = values, places
+        return tensors
 
     def begin(self, stack: list[tuple[_Call, bool]], noted: _Noted, preserve_rng_state: bool) -> None:
         """Begin the first run: until `end`, the hooks of this call are on and its owners are noted."""
@@ -498,16 +506,22 @@ class _Call:
         return tensor
 
     def _again(self, number: int) -> torch.Tensor:
-        # An inner call's arguments are tensors that the call around it saved. Where that call no longer has them, it is
-        # rerun first: from the outside in.
-        waiting = [self]
-        while (outer := waiting[-1].outer) is not None and outer[0]._lacks(outer[1], outer[2]):
-            waiting.append(outer[0])
-        for call in reversed(waiting):
-            call.rerun()
+        if self.outer is not None:
+            self._rerun_those_around()
+        self.rerun()
         tensor = self.store[number]
         assert tensor is not None
         return tensor
+
+    def _rerun_those_around(self) -> None:
+        """Rerun calls around this one that no longer have its arguments, which they saved: from the outside in."""
+        waiting: list[_Call] = []
+        call = self
+        while call.outer is not None and call.outer[0]._lacks(call.outer[1], call.outer[2]):
+            call = call.outer[0]
+            waiting.append(call)
+        for call in reversed(waiting):
+            call.rerun()
 
     def _lacks(self, start: int, stop: int) -> bool:
         return not self.store or any(tensor is None for tensor in self.store[start:stop])
@@ -516,7 +530,8 @@ class _Call:
         """Run the function again, and put the tensors that it saves into `store`."""
         if self._owners is not None and self._noted.count >= 0:
             self._owners.check()
-        effects = first_look(self._function, *(() if self._structure is None else self._arguments), counts=True)
+        others = () if self._structure is None else self._arguments
+        effects = first_look((self._function, *others), counts=True)
         rerun = _Rerun(self._noted, stops=self._early_stop or self._noted.count < 0, error=self._explained)
         differs: Differs | None = None
         try:
@@ -555,8 +570,11 @@ class _Call:
         It is handed the tensors that will then have other values.
         """
         is_now = self._ambient.is_now()
-        with _NO_CONTEXT if is_now else self._ambient.overrides():  # or arguments would be of other classes
+        if is_now:
             values, kwargs = self._given()
+        else:
+            with self._ambient.overrides():  # or arguments would be of other classes
+                values, kwargs = self._given()
         if is_now and self._owners is None and self._context is None:
             with _NO_CONTEXT if self._generators is None else self._generators.again():
                 self._run_here(pack, saved, values, kwargs)
@@ -581,6 +599,8 @@ class _Call:
         tensors = self._held.again()
         if self._structure is not None:
             values = self._structure.values(tensors)
+        elif self._places is None:
+            values = tensors
         else:
             values = list(self._arguments)
             for place, tensor in zip(self._places, tensors, strict=True):
@@ -597,24 +617,26 @@ class _Call:
         args: list[Any],
         kwargs: dict[str, Any],
     ) -> None:
-        stack, grad = _thread.calls, torch.is_grad_enabled()
-        stack.append((self, True))
+        thread, grad = recording.this_thread, torch.is_grad_enabled()
+        was_recomputing = thread.recomputing
+        thread.running.append((self, True))
         self.reached = 0
-        with recording.recomputing():
-            _set_grad(True)
-            _push_hooks(pack, saved.__getitem__)  # type: ignore[arg-type]  # of tensors that are all there yet
-            _thread.has_stopped = False
-            try:
-                self._function(*args, **kwargs)
-            except _Stop:
-                pass
-            except RuntimeError:
-                if not _thread.has_stopped:  # TorchScript turns every exception, `_Stop` too, into a RuntimeError
-                    raise
-            finally:
-                _pop_hooks()
-                _set_grad(grad)
-                stack.pop()
+        _set_grad(True)
+        _push_hooks(pack, saved.__getitem__)  # type: ignore[arg-type]  # of tensors that are all there yet
+        _thread.has_stopped = False
+        try:
+            thread.recomputing = True
+            self._function(*args, **kwargs)
+        except _Stop:
+            pass
+        except RuntimeError:
+            if not _thread.has_stopped:  # TorchScript turns every exception, `_Stop` too, into a RuntimeError
+                raise
+        finally:
+            _pop_hooks()
+            _set_grad(grad)
+            thread.recomputing = was_recomputing
+            thread.running.pop()
 
     # --- what went wrong
 

@@ -91,7 +91,7 @@ class Engine:
         """Play the rest; the gradients of the differentiable start, then of the inputs, then of captured tensors."""
         runner = self.runner
         actions, self._pending = self._pending, None
-        since, effects = now(), first_look(*runner.hidden.roots, counts=False)
+        since, effects = now(), first_look(runner.hidden.roots, counts=False)
         with runner.rerunning():
             pullback = self._play_backward(grads, actions)
             while pullback is None:

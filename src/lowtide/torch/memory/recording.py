@@ -153,12 +153,12 @@ class _RecordingThread(threading.local):
         self.running: list[tuple[Any, bool]] = []  # checkpoint calls, outermost first; True for a rerun
 
 
-_thread = _RecordingThread()
+this_thread = _RecordingThread()
 
 
 def is_recomputing() -> bool:
     """Whether the calling step is being run again for the backward. Use it to log or count only first runs."""
-    return _thread.recomputing
+    return this_thread.recomputing
 
 
 class recomputing:  # noqa: N801  (used like a function)
@@ -167,22 +167,17 @@ class recomputing:  # noqa: N801  (used like a function)
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._before = _thread.recomputing
-        _thread.recomputing = True
+        self._before = this_thread.recomputing
+        this_thread.recomputing = True
 
     def __exit__(self, *_: object) -> None:
-        _thread.recomputing = self._before
-
-
-def running() -> list[tuple[Any, bool]]:
-    """The checkpoint calls that run in this thread, outermost first, each with whether it is a rerun."""
-    return _thread.running
+        this_thread.recomputing = self._before
 
 
 def remember(decision: Any) -> None:
     """Remember, for reruns, what was decided in the first run of the innermost checkpoint call, if one is running."""
-    if _thread.running:
-        call, is_rerun = _thread.running[-1]
+    if this_thread.running:
+        call, is_rerun = this_thread.running[-1]
         if not is_rerun:
             call.decisions = [*(call.decisions or ()), decision]
 
@@ -192,24 +187,24 @@ def remembered() -> Any:
 
     For what depends on calls made before, such as which tape a lean call keeps: a rerun has to go the same way.
     """
-    if not _thread.running or not _thread.running[-1][1]:
+    if not this_thread.running or not this_thread.running[-1][1]:
         return None
-    call = _thread.running[-1][0]
+    call = this_thread.running[-1][0]
     call.reached += 1
     return call.decisions[call.reached - 1] if call.decisions and call.reached <= len(call.decisions) else None
 
 
 def runs_plainly() -> bool:
     """Whether checkpointed loops are to run as plain loops."""
-    return _thread.plainly
+    return this_thread.plainly
 
 
 @contextmanager
 def plainly(yes: bool = True) -> Iterator[None]:
     """A context in which checkpointed loops run as plain loops (unless `yes` is False), to compare them with."""
-    before = _thread.plainly
-    _thread.plainly = yes
+    before = this_thread.plainly
+    this_thread.plainly = yes
     try:
         yield
     finally:
-        _thread.plainly = before
+        this_thread.plainly = before

@@ -99,6 +99,9 @@ class Owners:
 
     def find_call(self, function: Any, held: list[Any]) -> None:
         """Note what the function has, and what it is given; the calls around it note that too."""
+        if not held and _has_nothing(function):
+            self.meets = True
+            return
         for owners in (self, *_meeting.owners):
             owners.find(function)
             for thing in held:
@@ -294,6 +297,8 @@ class Owners:
 
         Those are the ones that were taken out of their places: nobody else may hold them any more.
         """
+        if not self._notes:
+            return None, []
         self._seen = self._called = _NOTHING
         self.follow = _ignore
         held: list[torch.Tensor] = []
@@ -360,6 +365,15 @@ def _held_by(function: types.FunctionType) -> list[Any]:
     if function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         held += [thing for _, thing in bound_in(function) if type(thing) not in _PASSED_OVER]
     return held
+
+
+def _has_nothing(function: Any) -> bool:
+    """Whether it is a function, as many small ones are, that closes over nothing and names nothing to be looked at."""
+    return (
+        type(function) is types.FunctionType
+        and not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
+        and _PASSED_OVER.issuperset(map(type, map(function.__globals__.get, names_in(function.__code__))))
+    )
 
 
 def _is_tensor(value: Any) -> bool:

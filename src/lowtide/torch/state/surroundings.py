@@ -25,7 +25,7 @@ import warnings
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -501,7 +501,7 @@ _looked: dict[int, weakref.ref[Any]] = {}
 _told: set[tuple[str, str]] = set()
 
 
-def first_look(*things: Any, counts: bool) -> SideEffects | None:
+def first_look(things: Sequence[Any], *, counts: bool) -> SideEffects | None:
     """What functions and modules that are about to run again may change; None if they were looked at before."""
     for thing in things:
         if id(_key_of(thing)) not in _looked:
