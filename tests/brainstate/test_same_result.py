@@ -12,7 +12,7 @@ import pytest
 from examples.brainstate_tutorial import NUM_SAMPLE, make_task, make_train_step
 
 pytestmark = pytest.mark.usefixtures("x64")
-FEW, MANY = 40, 120  # epochs
+FEW, MANY = 20, 120  # epochs
 STEPS = 400
 
 

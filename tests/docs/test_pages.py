@@ -28,6 +28,18 @@ SHORT = {  # the pages that run in less than a second
     "ideas/peak",
     "index",
 }
+# Those that run for more than two seconds; the tutorial, the README and the errors are read in every run nevertheless.
+LENGTHY = {
+    "coming_from/brainstate",
+    "coming_from/equinox",
+    "howto/brainstate",
+    "howto/equinox",
+    "howto/jax_models",
+    "howto/models",
+    "howto/report",
+    "howto/spikingjelly",
+    "howto/transformers",
+}
 # Every public function whose arguments the page of knobs lists; those of packages come from their `__all__`.
 PACKAGES = (
     "lowtide.torch",
@@ -55,9 +67,16 @@ RESULTS = {
 
 
 def followed() -> list[Any]:
-    """The pages with code; most of them take some seconds."""
+    """The pages with code, of which the lengthy ones are left to whole runs."""
     with_code = [name for name, page in PAGES.items() if list(told(page))]
-    return [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in with_code]
+    assert set(with_code) >= LENGTHY
+    return [pytest.param(name, marks=_marks_of(name)) for name in with_code]
+
+
+def _marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    if name in LENGTHY:
+        return (pytest.mark.slow,)
+    return () if name in SHORT else (pytest.mark.long,)
 
 
 @pytest.mark.parametrize("name", followed())

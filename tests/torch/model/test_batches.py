@@ -34,7 +34,9 @@ def _measured(model: nn.Module, batch: dict[str, Any], optimizer: torch.optim.Op
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "layers", "peak"), [("gpt2", 2, "700KB"), ("resnet", 1, 1_000_000)])
+@pytest.mark.parametrize(
+    ("name", "layers", "peak"), [pytest.param("gpt2", 2, "700KB", marks=pytest.mark.slow), ("resnet", 1, 1_000_000)]
+)
 def test_it_fits_when_measured_and_a_tenth_more_does_not(
     name: str, layers: int, peak: int | str, record_property: Callable[[str, object], None]
 ) -> None:
