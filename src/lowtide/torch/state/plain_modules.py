@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from lowtide.torch.state.notes import INSIDE, ModuleNote, Note
+from lowtide.torch.state.notes import INSIDE, Note, notes_of
 from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, is_foreign
 
 _OBJECTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -34,7 +34,7 @@ class PlainModules(Note):
         self.ids = [id(module) for module in modules]
         # Those with buffers, or parameters that are not trained: their values are noted at every call.
         self.with_tensors = [module for module in modules if needs_note(module)]
-        self._notes = [ModuleNote(vars(module), dict(vars(module))) for module in modules]
+        self._notes = [note for module in modules for note in notes_of(module)]
         inside = [vars(module)[name] for module in modules for name in INSIDE]
         self._empty = [entries for entries in inside if not entries]
         self._dictionaries = [*map(vars, modules), *(entries for entries in inside if entries)]
@@ -61,8 +61,8 @@ class PlainModules(Note):
         if now is None:
             if self.is_now():
                 return
-            now = [note.noted() for note in self._notes]
-        for note, present in zip(self._notes, now, strict=True):
+            now = [note.before for note in self._notes]
+        for note, present in zip(reversed(self._notes), reversed(now), strict=True):
             note.undo(present)
 
 
