@@ -114,6 +114,21 @@ def test_tensors_are_replaced_where_they_are() -> None:
     assert value[4] is row
 
 
+def test_a_container_of_the_users_own_class_keeps_its_attributes() -> None:
+    class Rows(list[Any]):
+        width = 0
+
+    rows = Rows([1])
+    rows.width = 3
+    structure = Structure([rows], [])
+    rows.width = 4
+    rows.append(2)
+    (twin,) = structure.values([])
+    assert (type(twin), twin, twin.width) == (Rows, [1], 3)
+    assert structure.put_back([])[0] is rows
+    assert (rows, rows.width) == ([1], 3)
+
+
 def test_an_iterator_that_occurs_twice_stays_one() -> None:
     rows = iter([1, 2, 3])
     structure = Structure([rows, [rows]], [])

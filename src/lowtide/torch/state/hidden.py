@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, is_
 from threading import get_ident
 from typing import Any
 
@@ -373,9 +373,10 @@ class Hidden:
 
     def replace(self, leaves: list[torch.Tensor]) -> None:
         """Put these tensors where the present ones are; containers stay the same objects."""
-        structure, _ = self._present()
-        for entry, value in zip(self._carried, structure.put_back(leaves, rewinds=False), strict=True):
-            entry.slot.set(value)
+        structure, present = self._present()
+        if not all(map(is_, leaves, present)):
+            for entry, value in zip(self._carried, structure.put_back(leaves, rewinds=False), strict=True):
+                entry.slot.set(value)
         self._note_latest(structure, leaves)
 
     def finish(self, finals: list[Any]) -> None:
