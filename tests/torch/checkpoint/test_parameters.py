@@ -397,3 +397,30 @@ def test_weights_that_are_cached(forward: bool, backward: bool, filled: bool) ->
         return [y, *found, *again]
 
     assert_same(run(lt.checkpoint), run(plainly))
+
+
+class Counting(nn.Module):
+    """Counts its calls in a parameter, once that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.count.requires_grad:
+            self.count.add_(1)
+        result: torch.Tensor = (self.layer(x) * self.count.detach().clone()).sin()
+        return result
+
+
+def test_a_parameter_that_is_frozen_after_the_first_call_may_be_a_counter() -> None:
+    x, found = torch.linspace(-1, 1, 8).view(2, 4), []
+    for call in (lambda net, x: net(x), lt.checkpoint):
+        torch.manual_seed(0)
+        net = Counting()
+        call(net, x).sum().backward()
+        net.count.requires_grad_(False)
+        net.zero_grad()
+        call(net, call(net, x)).square().sum().backward()
+        found.append((net.layer.weight.grad, net.count.detach()))
+    assert all(map(same_bits, *found))

@@ -6,6 +6,7 @@ import copy
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -105,6 +106,42 @@ def test_state_of_every_kind(make: Any, options: dict[str, Any]) -> None:
         assert net.steps == 11
     if isinstance(net, _Late):
         assert net.seen["k"] == 11
+
+
+class _Sharing(nn.Module):
+    """Takes numbers by turns from two attributes that are one and the same thing."""
+
+    def __init__(self, numbers: Any, take: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3))
+        self.odd = self.even = numbers
+        self.take = take
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x * self.w * self.take(self.odd) + self.take(self.even)
+        return result
+
+
+@pytest.mark.parametrize("options", KNOBS, ids=str)
+@pytest.mark.parametrize(("kind", "take"), [(iter, next), (list, list.pop)], ids=["iterator", "list"])
+def test_what_two_attributes_share_they_share_in_reruns(kind: Any, take: Any, options: dict[str, Any]) -> None:
+    _same_as_plain(lambda: _Sharing(kind([0.1 * k for k in range(40)]), take), torch.randn(11, 3), **options)
+
+
+def test_what_nobody_can_write_to_may_be_in_a_module_that_is_measured() -> None:
+    fixed = np.ones(3, dtype=np.float32)
+    fixed.flags.writeable = False
+    net, rows = _InPlace(), list[int]()
+    vars(net).update(fixed=fixed, rows=rows)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        vars(net)["rows"].append(1)
+        result: torch.Tensor = net(x)
+        return result
+
+    lt.plan_for_loop(step, torch.randn(9, 3), checkpoints=2)
+    assert vars(net)["fixed"] is fixed
+    assert vars(net)["rows"] is rows == []
 
 
 @pytest.mark.parametrize("make", [snn_torch, spiking_jelly], ids=["snnTorch", "SpikingJelly"])

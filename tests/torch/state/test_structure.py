@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import weakref
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowtide.torch.state.structure import MOST_ENTRIES, Structure, replaced, tensors_in
+from lowtide.torch.state.structure import MOST_ENTRIES, Structure
 
 
 class Slotted:
@@ -41,9 +42,7 @@ def _value() -> dict[str, Any]:
 def test_a_value_made_anew_has_the_tensors_and_shares_what_was_shared() -> None:
     value, tensors = _value(), list[torch.Tensor]()
     structure = Structure([value], tensors)
-    found: list[torch.Tensor] = []
-    tensors_in(value, found)
-    assert [id(t) for t in found] == [id(t) for t in tensors]
+    assert [id(tensors[number]) for number in structure.row(0)] == [id(t) for t in tensors]
     (twin,) = structure.values(tensors)
     assert twin["list"] is twin["again"] is not value["list"]
     assert twin["list"][1] is value["list"][1]
@@ -96,19 +95,15 @@ def test_what_is_too_long_or_too_deep_is_left_as_it_is() -> None:
     assert one is long
     assert third is large
     assert tensors == []
-    found: list[torch.Tensor] = []
-    for value in (long, deep):
-        tensors_in(value, found)
-        assert replaced(value, iter(())) is value
-    assert found == []
     assert len(other) == 1
 
 
 def test_tensors_are_replaced_where_they_are() -> None:
     value: Any = [torch.ones(1), (torch.ones(2), {"a": torch.ones(3)}), Slotted(), SimpleNamespace(t=torch.ones(4))]
-    inner, slots = value[1][1], value[2]
+    value.append(iter([1, 2]))
+    inner, slots, row = value[1][1], value[2], value[4]
     new = [torch.zeros(k) for k in range(5)]
-    assert replaced(value, iter(new)) is value
+    assert Structure([value], []).put_back(new, rewinds=False)[0] is value
     assert value[0] is new[0]
     assert value[1][0] is new[1]
     assert value[1][1] is inner
@@ -116,3 +111,44 @@ def test_tensors_are_replaced_where_they_are() -> None:
     assert value[2] is slots
     assert slots.left is new[3]
     assert value[3].t is new[4]
+    assert value[4] is row
+
+
+def test_a_container_of_the_users_own_class_keeps_its_attributes() -> None:
+    class Rows(list[Any]):
+        width = 0
+
+    rows = Rows([1])
+    rows.width = 3
+    structure = Structure([rows], [])
+    rows.width = 4
+    rows.append(2)
+    (twin,) = structure.values([])
+    assert (type(twin), twin, twin.width) == (Rows, [1], 3)
+    assert structure.put_back([])[0] is rows
+    assert (rows, rows.width) == ([1], 3)
+
+
+def test_an_iterator_that_occurs_twice_stays_one() -> None:
+    rows = iter([1, 2, 3])
+    structure = Structure([rows, [rows]], [])
+    for one, (other,) in (structure.values([]), structure.put_back([])):
+        assert one is other is not rows
+        assert next(one) == 1
+
+
+def test_what_has_not_changed_is_not_written_to() -> None:
+    frozen = np.ones(2)
+    frozen.flags.writeable = False
+    small = {8, 0}  # the order of a set is that in which it was filled
+    (again,) = Structure([[frozen, small]], []).put_back([])
+    assert again[0] is frozen
+    assert list(small) == [8, 0]
+
+
+def test_a_reference_is_alike_only_to_itself() -> None:
+    """To compare two of them would compare what they refer to, and tensors have no one answer."""
+    one, other = torch.ones(2), torch.ones(2)
+    first, second = Structure([weakref.ref(one)], []), Structure([weakref.ref(other)], [])
+    assert first.is_like(0, first, 0)
+    assert not first.is_like(0, second, 0)

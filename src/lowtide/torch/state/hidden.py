@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter, is_
 from threading import get_ident
 from typing import Any
 
@@ -34,55 +36,32 @@ from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.notes import SMALL, is_changed, needs_grad
 from lowtide.torch.state.samples import Sample, whole_sample_of
 from lowtide.torch.state.scripted import scripted_places
-from lowtide.torch.state.structure import (
-    ATOMS,
-    MISSING,
-    MODULE_INTERNALS,
-    NUMBERS,
-    Entry,
-    Place,
-    Structure,
-    own_places,
-    replaced,
-    tensors_in,
-)
+from lowtide.torch.state.structure import MISSING, MODULE_INTERNALS, Entry, Place, Structure, own_places
 from lowtide.torch.state.surroundings import Finds
 
 
 class _Record:
     """The values of some slots before the first step, and copies of their tensors, which may be changed in place."""
 
-    __slots__ = (
-        *("_rows", "_structure", "_sums", "copies", "generators", "origins", "slots", "tensors", "values", "versions"),
-    )
+    __slots__ = ("_sums", "copies", "generators", "origins", "slots", "structure", "tensors", "values", "versions")
 
     def __init__(self, slots: list[Place]) -> None:
         self.slots = slots
         self.values = [slot.get() for slot in slots]
-        rows = [place for place, value in enumerate(self.values) if type(value) not in ATOMS and value is not MISSING]
-        self._rows = {place: row for row, place in enumerate(rows)}  # what is more than a number is in a structure
         self.tensors: list[torch.Tensor] = []
         found: list[Any] = []
-        self._structure = Structure([self.values[place] for place in rows], self.tensors, found)
+        self.structure = Structure(self.values, self.tensors, found)
         self.generators = [thing for thing in found if isinstance(thing, GENERATORS)]
-        self.versions = _versions(self.tensors)
+        self.versions = list(map(_version, self.tensors))
         self.copies = [_copied(tensor) if _is_readable(tensor) else None for tensor in self.tensors]
         self._sums: list[Sample] = [0] * len(self.tensors)  # of those whose copies were let go
         # Tensors with a history: where it ends, and a tensor that still has it when the step has changed this one.
         self.origins = [(edge_of(t), t.clone()) if _has_history(t) else None for t in self.tensors]
 
-    def numbers(self, place: int) -> range:
-        """The numbers of the tensors of the slot at a place."""
-        row = self._rows.get(place)
-        if row is None:
-            return range(0)
-        ends = self._structure.ends
-        return range(ends[row - 1] if row else 0, ends[row])
-
     def settle(self, carried: set[int]) -> None:
         """Keep copies of large tensors only for the slots at these places; of the others, checksums."""
-        for place in set(self._rows) - carried:
-            for number in self.numbers(place):
+        for place in set(range(len(self.slots))) - carried:
+            for number in self.structure.row(place):
                 copy = self.copies[number]
                 if copy is not None and copy.nbytes > SMALL:
                     self.copies[number] = None
@@ -91,7 +70,7 @@ class _Record:
 
     def is_changed_in_place(self, place: int) -> bool:
         """Whether tensors of the slot were written to since."""
-        return any(map(self._has_other_contents, self.numbers(place)))
+        return any(map(self._has_other_contents, self.structure.row(place)))
 
     def _has_other_contents(self, number: int) -> bool:
         tensor, copy = self.tensors[number], self.copies[number]
@@ -103,31 +82,22 @@ class _Record:
 
     def replaced(self) -> list[int]:
         """The places of slots that have another value than the one recorded, or other things in it."""
-        now = [slot.get() for slot in self.slots]
         tensors: list[torch.Tensor] = []
-        present = Structure([now[place] for place in self._rows], tensors)
-        ends = (0, *present.ends)
-        return [
-            place
-            for place, (value, then) in enumerate(zip(now, self.values, strict=True))
-            if (
-                not self._is_same_row(place, present, tensors[ends[row] : ends[row + 1]])
-                if (row := self._rows.get(place)) is not None
-                else value is not then and not (type(value) is type(then) and type(value) in NUMBERS and value == then)
-            )
-        ]
+        present = Structure([slot.get() for slot in self.slots], tensors)
+        return [place for place in range(len(self.slots)) if not self._is_same(place, present, tensors)]
 
-    def _is_same_row(self, place: int, present: Structure, tensors: list[torch.Tensor]) -> bool:
-        mine, row = [self.tensors[number] for number in self.numbers(place)], self._rows[place]
-        same = len(mine) == len(tensors) and all(a is b for a, b in zip(mine, tensors, strict=True))
-        return same and self._structure.is_like(row, present, row)
+    def _is_same(self, place: int, present: Structure, tensors: list[torch.Tensor]) -> bool:
+        before, now = self.structure.row(place), present.row(place)
+        same = len(before) == len(now) and all(self.tensors[a] is tensors[b] for a, b in zip(before, now, strict=True))
+        return same and self.structure.is_like(place, present, place)
 
-    def value(self, place: int) -> _Value:
-        """A slot's value, as a snapshot holds it."""
-        if place not in self._rows:
-            return _Value(Structure([self.values[place]], []), [0], [], [])
-        tensors = [copy if copy is not None else t for t, copy in zip(self.tensors, self.copies, strict=True)]
-        return _Value(self._structure, [self._rows[place]], tensors, _versions(tensors))
+    def part(self, places: list[int]) -> _Part:
+        """The values of the slots at these places, as a snapshot holds them."""
+        tensors = {}
+        for number in (number for place in places for number in self.structure.row(place)):
+            copy = self.copies[number]
+            tensors[number] = self.tensors[number] if copy is None else copy
+        return _Part(self.structure, places, tensors)
 
     def put_back(self) -> None:
         """Make every slot as it was, in the very same objects."""
@@ -135,41 +105,41 @@ class _Record:
             if copy is not None and self._has_other_contents(number):
                 tensor.data.copy_(copy)
         if changed := self.replaced():
-            values = self._structure.put_back(self.tensors)
+            values = self.structure.put_back(self.tensors)
             for place in changed:
-                row = self._rows.get(place)
-                self.slots[place].set(self.values[place] if row is None else values[row])
+                self.slots[place].set(values[place])
 
 
-@dataclass(slots=True)
-class _Value:
-    """Values of some slots in a snapshot: places in a structure, its tensors, and the versions that they had."""
+class _Part:
+    """The values of some slots in a snapshot: places in a structure, the tensors there, and their versions."""
 
-    structure: Structure
-    places: list[int]
-    tensors: list[torch.Tensor]
-    versions: list[int]
+    __slots__ = ("places", "structure", "tensors", "versions")
+
+    def __init__(self, structure: Structure, places: list[int], tensors: dict[int, torch.Tensor]) -> None:
+        self.structure = structure
+        self.places = places
+        self.tensors = tensors  # by their numbers in the structure
+        self.versions = {number: _version(tensor) for number, tensor in tensors.items()}
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors at the places."""
-        ends = self.structure.ends
-        return [t for place in self.places for t in self.tensors[ends[place - 1] if place else 0 : ends[place]]]
+        return [self.tensors[number] for place in self.places for number in self.structure.row(place)]
 
 
 @dataclass(slots=True)
 class HiddenState:
     """The values of all carried slots at one step."""
 
-    values: list[_Value] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
 
     def leaves(self) -> list[torch.Tensor]:
         """All tensors in a row."""
-        return [leaf for value in self.values for leaf in value.leaves()]
+        return [leaf for part in self.parts for leaf in part.leaves()]
 
     @property
     def count(self) -> int:
         """How many slots it has values of."""
-        return sum(len(value.places) for value in self.values)
+        return sum(len(part.places) for part in self.parts)
 
 
 @dataclass(slots=True, eq=False)
@@ -290,9 +260,13 @@ class Hidden:
             for place in range(len(record.slots)):
                 if (id(record), place) not in carried:
                     self._carry_if_changed(record, place, is_replaced=place in replaced)
-        for entry in self._carried:
-            entry.latest = _with_versions(entry.slot.get())
+        self._note_latest(*self._present())
         return len(self._carried) > before
+
+    def _note_latest(self, structure: Structure, tensors: list[torch.Tensor]) -> None:
+        for place, entry in enumerate(self._carried):
+            row = [tensors[number] for number in structure.row(place)]
+            entry.latest = [(weakref.ref(tensor), _version(tensor)) for tensor in row]
 
     def _carry_if_changed(self, record: _Record, place: int, *, is_replaced: bool) -> None:
         slot, in_place = record.slots[place], record.is_changed_in_place(place)
@@ -301,7 +275,7 @@ class Hidden:
             self._carry(slot, record, place, in_place=in_place or wanted)
 
     def _carry(self, slot: Place, record: _Record, place: int, *, in_place: bool) -> None:
-        numbers = record.numbers(place)
+        numbers = record.structure.row(place)
         if self._settled and in_place and any(record.copies[number] is None for number in numbers):
             raise CheckpointError(
                 f"{slot.label} is changed in place at a later step but not at the first ones, and it is too large "
@@ -317,13 +291,14 @@ class Hidden:
 
     def complete(self, state: HiddenState) -> HiddenState:
         """Give a state the values that slots carried only since then had at that time: those of the start."""
-        for entry in self._carried[state.count :]:
-            state.values.append(entry.record.value(entry.place))
+        for record, entries in groupby(self._carried[state.count :], key=attrgetter("record")):
+            state.parts.append(record.part([entry.place for entry in entries]))  # together: they may share objects
         return state
 
     def origins(self) -> list[tuple[GradientEdge, torch.Tensor] | None]:
         """For each leaf of the carried slots before the first step, where its history ends and a tensor that has it."""
-        return [entry.record.origins[number] for entry in self._carried for number in entry.record.numbers(entry.place)]
+        rows = ((entry.record, entry.record.structure.row(entry.place)) for entry in self._carried)
+        return [record.origins[number] for record, row in rows for number in row]
 
     def settle(self) -> None:
         """The first steps are over: of what is not carried and large, checksums are enough from here on."""
@@ -347,7 +322,7 @@ class Hidden:
 
     def copied_bytes(self) -> int:
         """Bytes of copies that are kept in case a slot begins to change."""
-        carried = {(id(entry.record), n) for entry in self._carried for n in entry.record.numbers(entry.place)}
+        carried = {(id(entry.record), n) for entry in self._carried for n in entry.record.structure.row(entry.place)}
         return sum(
             copy.nbytes
             for record in self._records
@@ -357,28 +332,30 @@ class Hidden:
 
     # --- reading and writing
 
+    def _present(self) -> tuple[Structure, list[torch.Tensor]]:
+        tensors: list[torch.Tensor] = []
+        return Structure([entry.slot.get() for entry in self._carried], tensors), tensors
+
     def read(self, *, copy: bool = False) -> HiddenState:
         """The present values. Tensors that steps change in place are copied, the others only with `copy`."""
         if not self._carried:
             return HiddenState()
-        tensors: list[torch.Tensor] = []
-        structure = Structure([entry.slot.get() for entry in self._carried], tensors)
+        structure, tensors = self._present()
         structure.forget_originals()
-        start = 0
-        for entry, end in zip(self._carried, structure.ends, strict=True):
+        for place, entry in enumerate(self._carried):
             if entry.in_place or copy:
-                tensors[start:end] = [_copied(tensor) for tensor in tensors[start:end]]
-            start = end
-        return HiddenState([_Value(structure, list(range(len(self._carried))), tensors, _versions(tensors))])
+                for number in structure.row(place):
+                    tensors[number] = _copied(tensors[number])
+        return HiddenState([_Part(structure, list(range(len(self._carried))), dict(enumerate(tensors)))])
 
     def write(self, state: HiddenState) -> None:
         """Put a snapshot's values into the slots, in containers of their own."""
         entries = iter(self._carried)
-        for part in self.complete(state).values:
+        for part in self.complete(state).parts:
             mine = [next(entries) for _ in part.places]
-            tensors = list(part.tensors)
+            tensors = dict(part.tensors)
             for entry, place in zip(mine, part.places, strict=True):
-                for number in range(part.structure.ends[place - 1] if place else 0, part.structure.ends[place]):
+                for number in part.structure.row(place):
                     if _version(tensors[number]) != part.versions[number]:
                         raise CheckpointError(
                             f"{entry.slot.label} was changed in place at a later step but not at the first ones, so "
@@ -392,21 +369,15 @@ class Hidden:
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors of the present values, uncopied."""
-        found: list[torch.Tensor] = []
-        seen: set[int] = set()
-        for entry in self._carried:
-            tensors_in(entry.slot.get(), found, seen)
-        return found
+        return self._present()[1]
 
     def replace(self, leaves: list[torch.Tensor]) -> None:
         """Put these tensors where the present ones are; containers stay the same objects."""
-        rest, seen = iter(leaves), set[int]()
-        for entry in self._carried:
-            value = entry.slot.get()
-            new = replaced(value, rest, seen)
-            if new is not value:
-                entry.slot.set(new)
-            entry.latest = _with_versions(new)
+        structure, present = self._present()
+        if not all(map(is_, leaves, present)):
+            for entry, value in zip(self._carried, structure.put_back(leaves, rewinds=False), strict=True):
+                entry.slot.set(value)
+        self._note_latest(structure, leaves)
 
     def finish(self, finals: list[Any]) -> None:
         """Leave the final values in the slots: those with a gradient as the loop's results, the others as they are."""
@@ -415,18 +386,15 @@ class Hidden:
 
     def in_place(self) -> list[bool]:
         """For each leaf, whether steps change its slot in place."""
-        return [flag for entry, count in self._counts() for flag in [entry.in_place] * count]
+        return [entry.in_place for entry in self._slots_of_leaves()]
 
     def names(self) -> list[str]:
         """One name for each leaf."""
-        return [name for entry, count in self._counts() for name in [entry.slot.label] * count]
+        return [entry.slot.label for entry in self._slots_of_leaves()]
 
-    def _counts(self) -> Iterator[tuple[_Carried, int]]:
-        seen: set[int] = set()
-        for entry in self._carried:
-            found: list[torch.Tensor] = []
-            tensors_in(entry.slot.get(), found, seen)
-            yield entry, len(found)
+    def _slots_of_leaves(self) -> list[_Carried]:
+        structure, _ = self._present()
+        return [entry for place, entry in enumerate(self._carried) for _ in structure.row(place)]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -476,16 +444,6 @@ def _has_history(tensor: torch.Tensor) -> bool:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    return [_version(tensor) for tensor in tensors]
-
-
-def _with_versions(value: Any) -> list[tuple[weakref.ref[torch.Tensor], int]]:
-    tensors: list[torch.Tensor] = []
-    tensors_in(value, tensors)
-    return [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
 
 
 def _are_changed(tensors: list[tuple[weakref.ref[torch.Tensor], int]]) -> bool:

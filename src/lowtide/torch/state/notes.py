@@ -7,7 +7,7 @@ keeps no more than it needs. For a rerun it is put back, and afterwards that is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import inf
 from operator import is_
 from typing import Any
@@ -22,7 +22,7 @@ from lowtide.torch.state.structure import MISSING, Place, Structure
 
 # Tensors outside modules' buffers are copied only up to this size; a larger one may be a whole data set.
 SMALL = 64 * 1024
-# Dictionaries among a module's internals that decide what a call of it does.
+# Dictionaries among a module's internals that decide what a call of it does; the first is that of its parameters.
 INSIDE = (
     *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs"),
     *("_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
@@ -58,47 +58,54 @@ class Note:
         return None
 
 
-class MappingNote(Note):
-    """A dictionary: attributes of an object, or the user's own."""
+class MappingsNote(Note):
+    """Dictionaries of a module: its attributes, and those among them, most of which are empty and stay so."""
 
-    __slots__ = ("_before", "_owner")
+    __slots__ = ("_owners", "before")
 
-    def __init__(self, owner: dict[Any, Any], before: dict[Any, Any] | None = None) -> None:
-        self._owner = owner
-        self._before = entries_of(owner) if before is None else before
+    def __init__(self, owners: list[dict[str, Any]]) -> None:
+        self._owners = owners
+        self.before = self._now()
+
+    def _now(self) -> list[dict[str, Any]]:
+        return [entries_of(owner) if owner else _EMPTY for owner in self._owners]
 
     def settled(self, held: list[torch.Tensor]) -> Note | None:
         """Hold the entries that the first run has replaced."""
-        now = entries_of(self._owner)
-        if not same_entries(now, self._before):
-            before = self._before.items()
-            taken = {key: _hold(value, held) for key, value in before if now.get(key, MISSING) is not value}
-            self._before = self._before | taken  # another one: this may be shared
+        for place, (now, before) in enumerate(zip(self._now(), self.before, strict=True)):
+            if not same_entries(now, before):
+                taken = {key: _hold(value, held) for key, value in before.items() if now.get(key, MISSING) is not value}
+                self.before[place] = before | taken
         return self
 
     def put_back(self, held: list[torch.Tensor]) -> Any:
-        """Give the dictionary the entries that it had."""
-        now = entries_of(self._owner)
-        if same_entries(now, self._before):
-            return self._before
-        _fill(self._owner, self._merged(self._as_before(now, held), now))
+        """Give the dictionaries the entries that they had."""
+        now = self._now()
+        for owner, present, before in zip(self._owners, now, self.before, strict=True):
+            if not same_entries(present, before):
+                noted = {key: _resolved(value, held) for key, value in before.items()}
+                self._fill(owner, self._but_for_others(noted, present))
         return now
 
-    def _as_before(self, now: dict[Any, Any], held: list[torch.Tensor]) -> dict[Any, Any]:
-        return {key: _resolved(value, held) for key, value in self._before.items()}
-
-    def _merged(self, noted: dict[Any, Any], present: dict[Any, Any]) -> dict[Any, Any]:
-        """What to put in place of the present entries."""
+    def _but_for_others(self, noted: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
+        """The entries that were noted, where the present ones are not somebody else's."""
         return noted
 
     def undo(self, now: Any) -> None:
-        """Give the dictionary the entries that it has now."""
-        present = entries_of(self._owner)
-        if not same_entries(present, now):
-            _fill(self._owner, self._merged(now, present))
+        """Give the dictionaries the entries that they have now."""
+        for owner, present, entries in zip(self._owners, self._now(), now, strict=True):
+            if not same_entries(present, entries):
+                self._fill(owner, entries)
+
+    def _fill(self, owner: dict[str, Any], entries: dict[str, Any]) -> None:
+        owner.clear()
+        owner.update(entries)
 
 
-class ParametersNote(MappingNote):
+_EMPTY: dict[str, Any] = {}
+
+
+class ParametersNote(MappingsNote):
     """A module's parameters, which others may have replaced: FSDP has them gathered or sharded.
 
     Only one that took the place of another of its kind, as `functional_call` does it, is put back.
@@ -106,9 +113,8 @@ class ParametersNote(MappingNote):
 
     __slots__ = ()
 
-    def _as_before(self, now: dict[Any, Any], held: list[torch.Tensor]) -> dict[Any, Any]:
-        before = super()._as_before(now, held)
-        return {key: before[key] if _may_replace(before.get(key), value) else value for key, value in now.items()}
+    def _but_for_others(self, noted: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
+        return {key: noted[key] if _may_replace(noted.get(key), value) else value for key, value in present.items()}
 
 
 def _may_replace(noted: Any, present: Any) -> bool:
@@ -121,67 +127,35 @@ def _may_replace(noted: Any, present: Any) -> bool:
 _ORDINARY = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-class ModuleNote(MappingNote):
-    """A module's attributes, and the dictionaries among them, most of which are empty and stay so."""
+class ManagedNote(MappingsNote):  # pragma: no cover  (FSDP: run by tests in processes of their own)
+    """Attributes of a module that FSDP manages, but for its tensors: parameters, or what stands in their places."""
 
-    __slots__ = ("_inside", "_is_managed")
+    __slots__ = ()
 
-    def __init__(self, owner: dict[str, Any], before: dict[str, Any]) -> None:
-        self._is_managed = "_is_fsdp_managed_module" in owner
-        super().__init__(owner, _without_fsdps(before) if self._is_managed else before)
-        self._inside = {
-            name: (ParametersNote if name == "_parameters" else MappingNote)(owner[name])
-            for name in INSIDE
-            if owner[name] and not (name == "_parameters" and self._is_managed)
-        }
+    def _now(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in now.items() if not needs_grad(value)} for now in super()._now()]
 
-    def settled(self, held: list[torch.Tensor]) -> Note | None:
-        """Hold what was replaced, in the dictionaries inside too."""
-        for note in self._inside.values():
-            note.settled(held)
-        return super().settled(held)
-
-    def put_back(self, held: list[torch.Tensor]) -> Any:
-        """Put back the dictionaries inside, then the attributes."""
-        inside = [(note, note.put_back(held)) for note in self._inside.values()]
-        for name in INSIDE:
-            filled = self._before[name]
-            if filled and name not in self._inside and not (name == "_parameters" and self._is_managed):
-                note = MappingNote(filled, {})
-                inside.append((note, note.put_back(held)))
-        return super().put_back(held), inside
-
-    def noted(self) -> Any:
-        """What `put_back` returns if all is as it was."""
-        inside = [(note, note._before) for note in self._inside.values()]
-        inside += [(MappingNote(self._before[name], {}), {}) for name in INSIDE if name not in self._inside]
-        return self._before, inside
-
-    def undo(self, now: Any) -> None:
-        """Undo the attributes, then the dictionaries inside."""
-        super().undo(now[0])
-        for note, inside in now[1]:
-            note.undo(inside)
-
-    def _merged(self, noted: dict[Any, Any], present: dict[Any, Any]) -> dict[Any, Any]:
-        if not self._is_managed:
-            return noted
-        own = {
-            key: value for key, value in present.items() if needs_grad(value)
-        }  # pragma: no cover  (FSDP: run by tests in processes of their own)
-        return _without_fsdps(noted) | own  # pragma: no cover  (FSDP: run by tests in processes of their own)
-
-
-def _without_fsdps(
-    attributes: dict[str, Any],
-) -> dict[str, Any]:  # pragma: no cover  (FSDP: run by tests in processes of their own)
-    """The attributes of a module that FSDP manages without its tensors: parameters, or what stands in their places."""
-    return {key: value for key, value in attributes.items() if not needs_grad(value)}
+    def _fill(self, owner: dict[str, Any], entries: dict[str, Any]) -> None:
+        super()._fill(owner, entries | {key: value for key, value in owner.items() if needs_grad(value)})
 
 
 def needs_grad(value: Any) -> bool:  # pragma: no cover  (FSDP: run by tests in processes of their own)
     """Whether it is a tensor that needs a gradient."""
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def notes_of(module: nn.Module) -> Iterator[MappingsNote]:
+    """Notes of a module's dictionaries."""
+    attributes = vars(module)
+    parameters, *others = (attributes[name] for name in INSIDE)
+    if "_is_fsdp_managed_module" in attributes:  # pragma: no cover  (FSDP: run by tests in processes of their own)
+        yield ManagedNote([attributes])
+        yield MappingsNote(others)
+    elif parameters:
+        yield ParametersNote([parameters])
+        yield MappingsNote([*others, attributes])
+    else:
+        yield MappingsNote([parameters, *others, attributes])
 
 
 class StructureNote(Note):
@@ -358,12 +332,9 @@ def entries_of(owner: dict[Any, Any]) -> dict[Any, Any]:
 
 def same_entries(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
     """Whether the entries are the very same objects, under the same names."""
+    if now is then:
+        return True
     return len(now) == len(then) and all(map(is_, now.values(), then.values())) and all(map(is_, now, then))
-
-
-def _fill(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    owner.clear()
-    owner.update(entries)
 
 
 def _hold(value: Any, held: list[torch.Tensor]) -> Any:

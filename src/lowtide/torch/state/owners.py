@@ -34,13 +34,12 @@ from lowtide.torch.state.generators import KINDS as GENERATORS
 from lowtide.torch.state.notes import (
     SMALL,
     ContentsNote,
-    ModuleNote,
     Note,
     StructureNote,
     VersionsNote,
     may_be_copied,
     needs_grad,
-    same_entries,
+    notes_of,
 )
 from lowtide.torch.state.plain_modules import plain_modules
 from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Entry, Place, is_foreign, is_plain_object, own_places
@@ -49,7 +48,6 @@ from lowtide.torch.state.surroundings import bound_in, named_by, names_in
 _ANY = float("inf")
 _MOST_DEPTH = 8  # of containers and objects in each other
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_OBJECTS = (*_HOOKS, "_modules", "_backward_hooks", "_backward_pre_hooks")
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _PASSED_OVER = ATOMS - {types.FunctionType, types.MethodType}  # among what a function names
 _NOTHING: set[int] = set()
@@ -58,24 +56,26 @@ _NOTHING: set[int] = set()
 class _Known:
     """What is remembered of a module between calls."""
 
-    __slots__ = ("attributes", "module", "steady", "training")
+    __slots__ = ("module", "steady", "training")
 
     def __init__(self, module: weakref.ref[nn.Module]) -> None:
         self.module = module
         self.training: bool | None = None
-        self.attributes: dict[str, Any] = {}  # if they are plain values all: a copy that equal notes share
         self.steady: set[str] = set()  # buffers that a run in this mode was seen to leave alone
 
 
 _known: dict[int, _Known] = {}
 
 
-def _known_of(module: nn.Module) -> _Known:
+def _steady_of(module: nn.Module) -> set[str]:
     key = id(module)
     known = _known.get(key)
     if known is None or known.module() is not module:
         known = _known[key] = _Known(weakref.ref(module, lambda _: _known.pop(key, None)))
-    return known
+    if known.training is not module.training:
+        known.training = module.training
+        known.steady.clear()
+    return known.steady
 
 
 class Owners:
@@ -197,17 +197,17 @@ class Owners:
 
     def _take_part(self, module: nn.Module) -> None:
         """A module takes part with all that is inside, called or only read."""
-        plain = plain_modules(module, _has_more_to_note)
-        if plain is not None:
-            self._notes.append(plain)
-            self._seen.update(plain.ids)
-            for inside in plain.with_tensors:
-                self._note_module(inside)
-            return
         pending = [module]
         while pending:
             module = pending.pop()
             if id(module) in self._seen:
+                continue
+            plain = plain_modules(module, _has_more_to_note)
+            if plain is not None:
+                self._notes.append(plain)
+                self._seen.update(plain.ids)
+                for inside in plain.with_tensors:
+                    self._note_registered(inside)
                 continue
             self._seen.add(id(module))
             self._note_anyhow(module)
@@ -225,49 +225,47 @@ class Owners:
             self._note_module(module)
 
     def _note_module(self, module: nn.Module) -> None:
-        known, attributes = _known_of(module), module.__dict__
-        if known.training is not module.training:
-            known.training = module.training
-            known.steady.clear()
-        odd = [] if same_entries(attributes, known.attributes) else _look_at(attributes, known)
-        self._notes.append(ModuleNote(attributes, known.attributes or dict(attributes)))
+        attributes = vars(module)
+        self._notes += notes_of(module)
         managed = "_is_fsdp_managed_module" in attributes  # its tensors are FSDP's
-        for key in odd:
-            if not managed or not needs_grad(attributes[key]):
-                self._note_attribute(attributes, key, known)
-        self._note_registered(module, known)
-        for generator in _generators_named_in(type(module)):
-            self.find(generator)
+        for key, value in list(attributes.items()):
+            if key not in MODULE_INTERNALS and not _is_plain(value) and not (managed and needs_grad(value)):
+                self._note_attribute(module, key)
+        self._note_registered(module)
         for name in _HOOKS:
             for hook in attributes[name].values():
                 self.find(hook)
 
-    def _note_registered(self, module: nn.Module, known: _Known) -> None:
-        """Note buffers, parameters without grad, and weights that parametrisations have made before."""
+    def _note_registered(self, module: nn.Module) -> None:
+        """Note buffers, parameters without grad, weights that parametrisations have made, and named generators."""
+        steady = _steady_of(module)
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.requires_grad and may_be_copied(parameter, SMALL):
-                self._notes.append(ContentsNote(parameter, (known.steady, name)))
+                self._notes.append(ContentsNote(parameter, (steady, name)))
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in self._seen:
                 self._seen.add(id(buffer))
-                self._note_tensor(buffer, SMALL if name in known.steady else _ANY, (known.steady, name))
+                self._note_tensor(buffer, SMALL if name in steady else _ANY, (steady, name))
+        for generator in _generators_named_in(type(module)):
+            self.find(generator)
         if "parametrizations" in module._modules and id(parametrize) not in self._seen:
             self._seen.add(id(parametrize))  # inside `parametrize.cached` it has weights that were made before
             self._odd += [Entry(vars(parametrize), name) for name in ("_cache_enabled", "_cache")]
 
-    def _note_attribute(self, attributes: dict[str, Any], key: str, known: _Known) -> None:
+    def _note_attribute(self, module: nn.Module, key: str) -> None:
         """Note an attribute of a module that is not a plain number."""
-        value = attributes[key]
+        value = vars(module)[key]
         if isinstance(value, nn.Module):
             self._take_part(value)
         elif isinstance(value, _FUNCTIONS):
             self.find(value, 1)
         elif isinstance(value, torch.Tensor):
-            self._note_tensor(value, SMALL if key in known.steady else _ANY, (known.steady, key))
+            steady = _steady_of(module)
+            self._note_tensor(value, SMALL if key in steady else _ANY, (steady, key))
         elif isinstance(value, GENERATORS):
             self.find(value)
         else:
-            self._odd.append(Entry(attributes, key))
+            self._odd.append(Entry(vars(module), key))
 
     def _note_odd(self) -> None:
         """Note what all modules and objects found since have at these places, together: they may share objects."""
@@ -400,14 +398,6 @@ def _generators_named_in(kind: type[nn.Module]) -> tuple[Any, ...]:
         named = [thing for _, thing in named_by(forward)] if is_users else []  # type: ignore[arg-type]  # a function
         known = _named_generators[kind] = tuple(thing for thing in named if isinstance(thing, GENERATORS))
     return known
-
-
-def _look_at(attributes: dict[str, Any], known: _Known) -> list[str]:
-    """The names of attributes that are not plain; if there are none, all are remembered."""
-    odd = [k for k, v in attributes.items() if k not in MODULE_INTERNALS and not _is_plain(v)]
-    # What holds objects is not remembered: they may hold the module, which would then never be freed.
-    known.attributes = {} if odd or any(attributes[name] for name in _OBJECTS) else dict(attributes)
-    return odd
 
 
 def _is_plain(value: Any) -> bool:

@@ -11,30 +11,32 @@ import types
 import weakref
 from collections.abc import Callable
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from lowtide.torch.state.notes import INSIDE, ModuleNote, Note
+from lowtide.torch.state.notes import INSIDE, Note, notes_of
 from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, is_foreign
 
 _OBJECTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_is_trained = attrgetter("requires_grad")
 _MAY_HOLD = (types.FunctionType, types.MethodType)
 
 
 class PlainModules(Note):
-    """Such a module and all that are inside, as they were."""
+    """Such a module, the first, and all that are inside, as they were."""
 
-    __slots__ = ("_dictionaries", "_empty", "_keys", "_lengths", "_notes", "_values", "ids", "with_tensors")
+    __slots__ = ("_dictionaries", "_empty", "_keys", "_lengths", "_notes", "_trained", "_values", "ids", "with_tensors")
 
     def __init__(self, modules: list[nn.Module], needs_note: Callable[[nn.Module], bool]) -> None:
         self.ids = [id(module) for module in modules]
         # Those with buffers, or parameters that are not trained: their values are noted at every call.
         self.with_tensors = [module for module in modules if needs_note(module)]
-        self._notes = [ModuleNote(vars(module), dict(vars(module))) for module in modules]
+        self._trained = list(filter(_is_trained, modules[0].parameters()))
+        self._notes = [note for module in modules for note in notes_of(module)]
         inside = [vars(module)[name] for module in modules for name in INSIDE]
         self._empty = [entries for entries in inside if not entries]
         self._dictionaries = [*map(vars, modules), *(entries for entries in inside if entries)]
@@ -52,6 +54,10 @@ class PlainModules(Note):
             and list(chain.from_iterable(dictionaries)) == self._keys
         )
 
+    def may_serve(self) -> bool:
+        """Whether a call may have this note: they are as they were, and no parameter was frozen since."""
+        return all(map(_is_trained, self._trained)) and self.is_now()
+
     def put_back(self, held: list[torch.Tensor]) -> Any:
         """Put back what has changed; in most calls nothing has."""
         return None if self.is_now() else [note.put_back(held) for note in self._notes]
@@ -61,8 +67,8 @@ class PlainModules(Note):
         if now is None:
             if self.is_now():
                 return
-            now = [note.noted() for note in self._notes]
-        for note, present in zip(self._notes, now, strict=True):
+            now = [note.before for note in self._notes]
+        for note, present in zip(reversed(self._notes), reversed(now), strict=True):
             note.undo(present)
 
 
@@ -75,7 +81,7 @@ def plain_modules(root: nn.Module, needs_note: Callable[[nn.Module], bool]) -> P
     `needs_note` says whether a module has tensors, or names generators, that have to be noted too.
     """
     known = _remembered.get(id(root))
-    if known is not None and known[0]() is root and known[1].is_now():
+    if known is not None and known[0]() is root and known[1].may_serve():
         return known[1]
     _remembered.pop(id(root), None)
     modules, seen = [root], {id(root)}  # by identity: some classes make something else of a comparison

@@ -19,7 +19,7 @@ import types
 import weakref
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -29,12 +29,13 @@ import numpy as np
 import torch
 from torch import nn
 
+_REFERENCES = frozenset({weakref.ProxyType, weakref.CallableProxyType, weakref.ReferenceType})
 # Nothing can be changed in these, and nothing that can be is reached through them.
 ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, type, slice, range, types.ModuleType, types.FunctionType}
     | {types.BuiltinFunctionType, types.MethodType}
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
-    | {weakref.ProxyType, weakref.CallableProxyType, weakref.ReferenceType}
+    | _REFERENCES
 )
 NUMBERS = frozenset({type(None), bool, int, float, complex, str, bytes})
 # Attributes that every module has, and which are torch's.
@@ -52,8 +53,11 @@ _SMALL_ARRAY = 1024 * 1024  # bytes
 # Iterators of which a copy goes on where they are. Those that stand on other iterators share them with their copies.
 _ROWS: tuple[Iterable[Any], ...] = ([], (), "", range(0))
 _ITERATORS: tuple[type, ...] = (itertools.count, itertools.repeat, *(type(iter(row)) for row in _ROWS))
+_WHOLE = (*_ARRAYS, *_ITERATORS)
+_FLAT = frozenset({set, *_ARRAYS})
 
 Leaf = Callable[[Any], Any]
+_Tensors = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]  # by their numbers
 _Memo = dict[int, tuple[Any, Any]]  # by the identity of an original: itself, and its twin
 
 
@@ -112,6 +116,15 @@ def slots_of(thing: Any) -> Iterator[Any]:
                 yield descriptor
 
 
+def attributes_of(thing: Any) -> dict[str, Any]:
+    """The attributes of an object, among them those for which its class has slots."""
+    attributes = dict(getattr(thing, "__dict__", {}))
+    for descriptor in slots_of(thing):
+        with suppress(AttributeError):  # not set
+            attributes[descriptor.__name__] = descriptor.__get__(thing)
+    return attributes
+
+
 def holds_modules(thing: Any) -> bool:
     """Whether an object has modules among its attributes, as a trainer has: then it is nobody's state."""
     return any(isinstance(value, nn.Module) for value in getattr(thing, "__dict__", {}).values())
@@ -149,7 +162,11 @@ class Structure:
             self._twins.append(_copied(value, take, self._memo, 0))
             self.ends.append(len(tensors))
 
-    def values(self, tensors: Sequence[torch.Tensor], places: Iterable[int] | None = None) -> list[Any]:
+    def row(self, place: int) -> range:
+        """The numbers of the tensors of the value at a place."""
+        return range(self.ends[place - 1] if place else 0, self.ends[place])
+
+    def values(self, tensors: _Tensors, places: Iterable[int] | None = None) -> list[Any]:
         """New values of this structure, or those at some places, with these tensors."""
         memo: _Memo = {}
 
@@ -159,20 +176,16 @@ class Structure:
         twins = self._twins if places is None else [self._twins[place] for place in places]
         return [_copied(twin, put, memo, 0) for twin in twins]
 
-    def put_back(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def put_back(self, tensors: Sequence[torch.Tensor], *, rewinds: bool = True) -> list[Any]:
         """The very objects that it was taken from, which are given the contents that they, and those inside, had then.
 
-        Only iterators are others, since none can be put back where it was.
+        Only iterators are others, since none can be put back where it was. Without `rewinds` they, too, stay.
         """
-        originals = {id(twin): original for original, twin in self._memo.values()}
-
-        def original_of(part: Any) -> Any:
-            if type(part) is _Place:
-                return tensors[part.number]
-            if isinstance(part, tuple) and type(part) not in ATOMS:
-                return _rebuilt(part, map(original_of, part))
-            return copy.copy(part) if is_iterator(part) else originals.get(id(part), part)
-
+        originals = {
+            id(twin): copy.copy(twin) if rewinds and is_iterator(twin) else original
+            for original, twin in self._memo.values()
+        }
+        original_of = functools.partial(_original, originals=originals, tensors=tensors)
         for original, twin in self._memo.values():
             _refill(original, twin, original_of)
         return [original_of(twin) for twin in self._twins]
@@ -186,11 +199,22 @@ class Structure:
         self._memo = {}
 
 
+def _original(part: Any, originals: dict[int, Any], tensors: Sequence[torch.Tensor]) -> Any:
+    """What a twin, or a part of one, was copied from; a tuple is made anew, with its tensors."""
+    if type(part) is _Place:
+        return tensors[part.number]
+    if isinstance(part, tuple) and type(part) not in ATOMS:
+        return _rebuilt(part, (_original(inner, originals, tensors) for inner in part))
+    return originals.get(id(part), part)
+
+
 def _copied(value: Any, leaf: Leaf, memo: _Memo, depth: int) -> Any:
     """A copy of a nested value whose leaves are what `leaf` returns for them; what occurs twice stays one."""
     kind = type(value)
     if kind in ATOMS:
         return leaf(value) if kind in _FUNCTIONS else value
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
     if id(value) in memo:
         return memo[id(value)][1]
     if depth > _MOST_DEPTH:
@@ -203,10 +227,8 @@ def _copied(value: Any, leaf: Leaf, memo: _Memo, depth: int) -> Any:
         return _rebuilt(value, map(inner, value))
     if isinstance(value, _CONTAINERS):
         return value if len(value) > MOST_ENTRIES else _copied_container(value, inner, memo)
-    if isinstance(value, _ARRAYS):
-        return _copied_array(value, memo)
-    if is_iterator(value):
-        return copy.copy(value)
+    if isinstance(value, _WHOLE):
+        return _copied_whole(value, memo)
     if is_plain_object(kind) and not holds_modules(value):
         twin: Any = (kind if issubclass(kind, types.SimpleNamespace) else object).__new__(kind)
         memo[id(value)] = (value, twin)
@@ -215,8 +237,9 @@ def _copied(value: Any, leaf: Leaf, memo: _Memo, depth: int) -> Any:
     return leaf(value)
 
 
-def _copied_array(value: Any, memo: _Memo) -> Any:
-    if memoryview(value).nbytes > _SMALL_ARRAY:
+def _copied_whole(value: Any, memo: _Memo) -> Any:
+    """A copy of an array or an iterator."""
+    if not is_iterator(value) and memoryview(value).nbytes > _SMALL_ARRAY:
         return value
     twin = copy.copy(value)
     memo[id(value)] = (value, twin)
@@ -267,6 +290,8 @@ def _fill_attributes(twin: Any, value: Any, inner: Leaf) -> None:
 
 def _refill(original: Any, twin: Any, inner: Leaf) -> None:
     """Give an object the contents of its twin again."""
+    if type(original) in _FLAT and _alike(original, twin, set()):
+        return  # an array may be one that nobody can write to, and a set has its entries in an order
     if isinstance(original, _CONTAINERS):
         base: Any = next(kind for kind in _CONTAINERS if isinstance(original, kind))
         base.clear(original)
@@ -275,7 +300,7 @@ def _refill(original: Any, twin: Any, inner: Leaf) -> None:
         original[...] = twin
     elif isinstance(original, _ARRAYS):
         original[:] = twin
-    else:
+    elif not is_iterator(original):
         _fill_attributes(original, twin, inner)
 
 
@@ -287,15 +312,11 @@ def _alike(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
         return False
     if kind is _Place:
         return True  # whoever asks compares the tensors
-    if kind in ATOMS:
-        return bool(one == other or one != one)
+    if kind in ATOMS:  # what two references refer to is not asked
+        return kind not in _REFERENCES and bool(one == other or one != one)
     seen.add((id(one), id(other)))
-    if isinstance(one, np.ndarray):
-        return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
-    if isinstance(one, set | array | bytearray):
-        return bool(one == other)
-    if is_iterator(one):
-        return bool(_where(one) == _where(other))
+    if isinstance(one, (set, *_WHOLE)):
+        return bool(_contents(one) == _contents(other))
     ours, theirs = _inside(one), _inside(other)
     if ours is None or theirs is None:
         return False
@@ -308,77 +329,17 @@ def _inside(value: Any) -> dict[Any, Any] | None:
         return dict(dict.items(value))
     if isinstance(value, tuple | list | deque):
         return dict(enumerate(value))
-    if not is_plain_object(type(value)):
-        return None
-    attributes = dict(getattr(value, "__dict__", {}))
-    for descriptor in slots_of(value):
-        with suppress(AttributeError):  # not set
-            attributes[descriptor] = descriptor.__get__(value)
-    return attributes
+    return attributes_of(value) if is_plain_object(type(value)) else None
 
 
-def _where(iterator: Any) -> Any:
-    """How far an iterator is."""
-    hint = getattr(iterator, "__length_hint__", None)
-    return repr(iterator) if hint is None or isinstance(iterator, itertools.repeat) else hint()
-
-
-# --- tensors in a value, and others in their places
-
-
-def tensors_in(value: Any, found: list[torch.Tensor], seen: set[int] | None = None, depth: int = 0) -> None:
-    """Append the tensors of a value to `found`, in the order in which a `Structure` takes them out."""
-    if type(value) in ATOMS or depth > _MOST_DEPTH:
-        return
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-        return
-    seen = set() if seen is None else seen
-    if id(value) not in seen:
-        if not isinstance(value, tuple):
-            seen.add(id(value))
-        for _, part in _parts_of(value):
-            tensors_in(part, found, seen, depth + 1)
-
-
-def replaced(value: Any, tensors: Iterator[torch.Tensor], seen: set[int] | None = None, depth: int = 0) -> Any:
-    """The value with its tensors replaced, in their order; containers and objects stay the same objects."""
-    seen = set() if seen is None else seen
-    if type(value) in ATOMS or depth > _MOST_DEPTH or id(value) in seen:
+def _contents(value: Any) -> Any:
+    """What tells a set, an array or an iterator from others of its kind: of an iterator, how far it is."""
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype, value.tobytes()
+    if not is_iterator(value):
         return value
-    if isinstance(value, torch.Tensor):
-        return next(tensors)
-    if isinstance(value, tuple):
-        return _rebuilt(value, [replaced(part, tensors, seen, depth + 1) for part in value])
-    seen.add(id(value))
-    for put, part in list(_parts_of(value)):
-        new = replaced(part, tensors, seen, depth + 1)
-        if new is not part and put is not None:
-            put(new)
-    return value
-
-
-def _parts_of(value: Any) -> Iterator[tuple[Callable[[Any], None] | None, Any]]:
-    """What is inside a value, in the order of copying, each with a function that puts another thing in its place."""
-    if isinstance(value, tuple | set):
-        yield from ((None, part) for part in value)
-        return
-    if isinstance(value, _CONTAINERS):
-        if len(value) > MOST_ENTRIES:
-            return
-        # As stored: some dictionaries make something of an entry whenever they are asked.
-        base: Any = dict if isinstance(value, dict) else type(value)
-        entries = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
-        yield from ((functools.partial(base.__setitem__, value, key), part) for key, part in entries)
-        if is_foreign(type(value).__module__):
-            return
-    elif not is_plain_object(type(value)) or holds_modules(value):
-        return
-    attributes = getattr(value, "__dict__", {})
-    yield from ((functools.partial(attributes.__setitem__, name), part) for name, part in list(attributes.items()))
-    for descriptor in slots_of(value):
-        with suppress(AttributeError):  # not set
-            yield functools.partial(descriptor.__set__, value), descriptor.__get__(value)
+    hint = getattr(value, "__length_hint__", None)
+    return repr(value) if hint is None or isinstance(value, itertools.repeat) else hint()
 
 
 # --- places where values are: entries of dictionaries, such as a module's attributes, and slots of classes

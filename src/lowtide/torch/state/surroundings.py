@@ -39,11 +39,11 @@ from lowtide.torch.state.samples import sample_of
 from lowtide.torch.state.structure import (
     MODULE_INTERNALS,
     NUMBERS,
+    attributes_of,
     is_foreign,
     is_installed,
     is_iterator,
     is_plain_object,
-    slots_of,
 )
 
 _MOST_DEPTH = 8  # of functions that name functions
@@ -163,7 +163,7 @@ class Finds:
         if isinstance(value, list | tuple | deque | dict):
             parts = _first_of(value)
         elif isinstance(value, types.ModuleType):
-            parts = list(_attributes_of(value, function).values())
+            parts = list(_visible_in(value, function).values())
         else:
             parts = [value]
         for part in parts:
@@ -272,7 +272,7 @@ class Things:
             yield from _entries(kind.__name__, vars(kind))
         for thing in self._finds.objects:  # numbers and tensors of it are repeated, its containers are not
             repeated = (*NUMBERS, torch.Tensor)
-            own = {key: part for key, part in _own_attributes(thing).items() if not isinstance(part, repeated)}
+            own = {key: part for key, part in attributes_of(thing).items() if not isinstance(part, repeated)}
             yield from _entries("self", own)
 
     def _not_repeated(self) -> Iterator[tuple[str, Any]]:
@@ -357,10 +357,10 @@ def _within(name: str, value: Any, function: types.FunctionType | None) -> Itera
     if type(value) in weakref.ProxyTypes:  # to look at one may fail
         return
     yield name, value
-    for path, part in _entries(name, _attributes_of(value, function)):
+    for path, part in _entries(name, _visible_in(value, function)):
         yield path, part
         if is_plain_object(type(part)):
-            yield from _entries(path, _own_attributes(part))
+            yield from _entries(path, attributes_of(part))
 
 
 def _entries(name: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -368,12 +368,7 @@ def _entries(name: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
     return ((f"{name}.{key}", part) for key, part in own if type(part) not in weakref.ProxyTypes)
 
 
-def _own_attributes(thing: Any) -> dict[str, Any]:
-    slots = {slot.__name__: getattr(thing, slot.__name__, None) for slot in slots_of(thing)}
-    return {**getattr(thing, "__dict__", {}), **slots}
-
-
-def _attributes_of(value: Any, function: types.FunctionType | None) -> Mapping[str, Any]:
+def _visible_in(value: Any, function: types.FunctionType | None) -> Mapping[str, Any]:
     """The attributes, one level down, of something that a function names, if they are anybody's to move."""
     if isinstance(value, types.ModuleType):
         named = set() if function is None else set(names_in(function.__code__))
@@ -386,7 +381,7 @@ def _attributes_of(value: Any, function: types.FunctionType | None) -> Mapping[s
         return vars(value)
     if is_foreign(type(value).__module__) and not is_plain_object(type(value)):
         return {}
-    return {**_class_attributes(type(value)), **_own_attributes(value)}
+    return {**_class_attributes(type(value)), **attributes_of(value)}
 
 
 def _class_attributes(kind: type) -> dict[str, Any]:
@@ -455,7 +450,7 @@ def _entries_of(value: Any) -> list[Any] | None:
     if isinstance(value, list | tuple | set | frozenset | deque):
         return list(value)
     keeps = isinstance(value, _STANDARD) or is_plain_object(type(value))
-    return list(_own_attributes(value).values()) if keeps else None
+    return list(attributes_of(value).values()) if keeps else None
 
 
 def _bytes_of(array_: Any) -> Any:
