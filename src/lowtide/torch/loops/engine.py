@@ -117,7 +117,7 @@ class Engine:
                     self._play(action)
             return self._pullback
         except LateGradient as late:
-            if not runner.let_flow(late.positions):
+            if not runner.let_flow(late.positions, late.names):
                 raise CheckpointError(str(late)) from None
             return None
         finally:
@@ -422,8 +422,9 @@ def _plain_again(runner: StepRunner, given: list[torch.Tensor]) -> list[Any]:
     """The results of the whole loop with their graph, from the differentiable start leaves and inputs in `given`."""
     rest = iter(given)
     begin, count = runner.begin.all_leaves(), len(runner.begin.leaves)
-    flags = zip(begin, runner.first_flags, runner.given_flags, strict=True)
-    start = [next(rest) if given else leaf.detach().requires_grad_() if flag else leaf for leaf, flag, given in flags]
+    given_first = {id(leaf): next(rest) for leaf, flag in zip(begin, runner.given_flags, strict=True) if flag}
+    flags = zip(begin, runner.first_flags, strict=True)
+    start = [given_first.get(id(leaf), leaf.detach().requires_grad_() if flag else leaf) for leaf, flag in flags]
     rows = runner.inputs.connected(list(rest))
     outputs, stepper = runner.outputs.fresh(), runner.stepper
     with runner.ambient.again(), runner.hidden.aside(), runner.random.aside(), torch.enable_grad():

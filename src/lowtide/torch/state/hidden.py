@@ -66,7 +66,8 @@ class _Record:
         self._structure = Structure([self.values[place] for place in rows], self.tensors, found)
         self.generators = [thing for thing in found if isinstance(thing, GENERATORS)]
         self.versions = _versions(self.tensors)
-        self.copies = [_copied(tensor) if _is_readable(tensor) else None for tensor in self.tensors]
+        copied = _Copier()
+        self.copies = [copied(tensor) if _is_readable(tensor) else None for tensor in self.tensors]
         self._sums: list[Sample] = [0] * len(self.tensors)  # of those whose copies were let go
         # Tensors with a history: where it ends, and a tensor that still has it when the step has changed this one.
         self.origins = [(edge_of(t), t.clone()) if _has_history(t) else None for t in self.tensors]
@@ -134,6 +135,9 @@ class _Record:
         for number, (tensor, copy) in enumerate(zip(self.tensors, self.copies, strict=True)):
             if copy is not None and self._has_other_contents(number):
                 tensor.data.copy_(copy)
+            if tensor.requires_grad and self.origins[number] is None and not _is_trained(tensor):
+                # What a step with grad has written to is part of its graph. A view cannot leave that in place.
+                self.tensors[number] = tensor.detach() if tensor._is_view() else tensor.detach_()
         if changed := self.replaced():
             values = self._structure.put_back(self.tensors)
             for place in changed:
@@ -357,23 +361,28 @@ class Hidden:
 
     # --- reading and writing
 
-    def read(self, *, copy: bool = False) -> HiddenState:
-        """The present values. Tensors that steps change in place are copied, the others only with `copy`."""
+    def read(self, carry: Iterable[Any], *, copy: bool = False) -> HiddenState:
+        """The present values. Tensors that steps change in place are copied, the others only with `copy`.
+
+        Those that are leaves of the `carry` too are not: no step changes them.
+        """
         if not self._carried:
             return HiddenState()
         tensors: list[torch.Tensor] = []
         structure = Structure([entry.slot.get() for entry in self._carried], tensors)
         structure.forget_originals()
-        start = 0
-        for entry, end in zip(self._carried, structure.ends, strict=True):
-            if entry.in_place or copy:
-                tensors[start:end] = [_copied(tensor) for tensor in tensors[start:end]]
-            start = end
+        starts = (0, *structure.ends)
+        rows = zip(self._carried, starts, structure.ends, strict=False)
+        changed = {id(t) for entry, start, end in rows if entry.in_place or copy for t in tensors[start:end]}
+        changed -= set(map(id, carry))
+        copied = _Copier()
+        tensors[:] = [copied(tensor) if id(tensor) in changed else tensor for tensor in tensors]
         return HiddenState([_Value(structure, list(range(len(self._carried))), tensors, _versions(tensors))])
 
-    def write(self, state: HiddenState) -> None:
-        """Put a snapshot's values into the slots, in containers of their own."""
+    def write(self, state: HiddenState, carry: Iterable[Any] = ()) -> None:
+        """Put a snapshot's values into the slots, in containers of their own; `carry` has the leaves beside them."""
         entries = iter(self._carried)
+        copied, kept = _Copier(), set(map(id, carry))
         for part in self.complete(state).values:
             mine = [next(entries) for _ in part.places]
             tensors = list(part.tensors)
@@ -385,8 +394,9 @@ class Hidden:
                             f"its snapshots are spoilt; assign a new tensor instead, or name it: "
                             f"hidden=({entry.slot.label!r},)"
                         )
-                    if entry.in_place:
-                        tensors[number] = _copied(tensors[number])
+                    if entry.in_place and id(part.tensors[number]) not in kept:
+                        copied(tensors[number])
+            tensors = [copied.of(tensor) for tensor in tensors]
             for entry, value in zip(mine, part.structure.values(tensors, part.places), strict=True):
                 entry.slot.set(value)
 
@@ -497,6 +507,22 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return tensor if tensor.requires_grad else nn.Parameter(tensor.detach().clone(), requires_grad=False)
     return tensor.detach().clone()
+
+
+class _Copier:
+    """Copies tensors. One that sits in several places stays one tensor."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = (tensor, _copied(tensor))
+        return self.of(tensor)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor that was copied, and else the tensor itself."""
+        return self._made.get(id(tensor), (tensor, tensor))[1]
 
 
 # --- runs for the sake of measuring, which leave no trace in modules
