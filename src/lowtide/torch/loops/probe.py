@@ -45,6 +45,7 @@ _MOST_PROBED_STEPS = 16
 # So many of the first steps are measured one by one, to find out whether they are alike. A pattern that repeats every
 # five steps is met twice.
 LOOKED_AT = 8
+_TIMES_AS_MUCH = 8  # as others, a step may keep and need that is met while tapes are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +138,10 @@ def probe(
         if meter is not None:
             if pulls:
                 _pull_last(runner, meter, piece, ahead, seen, keep=keep)
+            makes_leaves = piece is not None and runner.has_made_leaves(piece)
             del piece
-            lookout = Lookout(runner, meter, seen, budget, times=times, keeping=(keeps_from, spare))
+            keeping = (keeps_from, spare)
+            lookout = Lookout(runner, meter, seen, budget, times=times, keeping=keeping, makes_leaves=makes_leaves)
     runner.end_learning(settled=settled)
     if lookout is not None:
         measured = lookout.equal(_typical(seen), runner.length)
@@ -251,7 +254,7 @@ def _room_to_keep(runner: StepRunner, meter: Meter) -> int:
     With room to spare, because a tape that is kept makes the next step look more costly.
     """
     one = meter.memory.now + _random_bytes(runner, meter)
-    return runner.length * meter.memory.now + 8 * one
+    return runner.length * meter.memory.now + _TIMES_AS_MUCH * one
 
 
 # --- what a step costs
@@ -572,7 +575,7 @@ class Lookout:
     """Measures steps beyond the probed ones, and plans again if they are not alike.
 
     `seen` is what the steps that have been probed keep and need. The plan takes all others to be like the last of them.
-    `keeping` has `keeps_from` and `spare` of `ProbedCosts`.
+    `keeping` has `keeps_from` and `spare` of `ProbedCosts`; `makes_leaves`: they make leaves of their own graphs.
     """
 
     def __init__(
@@ -584,6 +587,7 @@ class Lookout:
         *,
         times: bool,
         keeping: tuple[int, int],
+        makes_leaves: bool,
     ) -> None:
         self._runner = runner
         self._meter = meter
@@ -592,8 +596,7 @@ class Lookout:
         self._times_odd = 0
         self._step = _typical(seen)
         # A tape that is made longer must not begin with leaves that its steps have made themselves.
-        made = any(leaf.is_leaf and leaf.requires_grad for leaf in _tensors(runner.state()))
-        self._next = LOOKED_AT if made else len(seen)
+        self._next = LOOKED_AT if makes_leaves else len(seen)
         self._odd = any(map(self._differs, seen[1:])) or seen[0].is_beyond(self._step, seen[0].start)
         self._budget = budget
         self._times = times
@@ -607,6 +610,15 @@ class Lookout:
         return self.uneven and bool(self._runner.inputs.differentiable)
 
     # --- while the first sweep runs
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether a step that is not like the others may not find room beside tapes that are kept."""
+        if self._budget is None or self.with_slots is not None:
+            return False
+        one = self._step.tape + self._step.state
+        allowed = parse_budget(self._budget, max(1, self._runner.length * self._step.tape))
+        return allowed < (self._looked_at() + _TIMES_AS_MUCH) * one
 
     def looks_at(self, k: int) -> bool:
         """Whether step k is one to be measured."""
@@ -670,9 +682,14 @@ class Lookout:
             with runner.again(k):
                 steps.append(self._measure(k))
             if len(steps) == min(look_again, stop) or (k >= LOOKED_AT and steps[-1].held > limit):
-                if not odd and len(steps) == self._looked_at() and self._are_alike(steps):
-                    return self._chosen(self.equal(steps[-1], stop))
-                self._check_foretold(steps, stop)
+                alike = self._are_alike(steps)
+                costs = self.equal(steps[-1], stop)
+                if alike and (len(steps) == stop or (len(steps) == self._looked_at() and not odd)):
+                    return self._chosen(costs)
+                if alike:
+                    costs.check(self._allowed(costs))  # one may have looked odd only beside tapes that were kept
+                else:
+                    self._check_foretold(steps, stop)
                 look_again *= 2
         return self._chosen(self._unequal(steps))
 

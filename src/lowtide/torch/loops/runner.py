@@ -501,6 +501,10 @@ class StepRunner:
         outside = {id(tensor) for _, tensor in self._things.tensors()} if leaves else set()
         return [leaf for leaf in leaves if id(leaf) not in outside]
 
+    def has_made_leaves(self, piece: Piece) -> bool:
+        """Whether there are leaves in the current state that the piece ending there has made, not handed on."""
+        return any(leaf.is_leaf and edge_of(leaf) not in piece.starts for leaf in filter(has_gradient, self.state()))
+
     def check_tape(self, stop: int) -> None:
         """Compare the end of a tape with first runs, or take note of it; the last output is let go."""
         self._note_state(stop)
