@@ -409,6 +409,7 @@ class _StepBytes:
     state: int  # of the state after it, random states included
     kept_state: int  # of that, what the tape holds
     kept_twice: int  # of that, what it holds as it came in and as it goes out
+    kept_after: int  # of that, what it holds only as it goes out
     saved: int  # what the tape holds beside
     x_grads: int  # gradients of the step's own inputs
     drawn: int  # random states, which no tape holds
@@ -477,6 +478,7 @@ def _step_bytes(
         state=storage_bytes(new) + drawn,
         kept_state=storage_bytes([leaf for came_in, goes_out, leaf in pairs if came_in or goes_out]),
         kept_twice=storage_bytes([leaf for came_in, goes_out, leaf in pairs if came_in and goes_out]),
+        kept_after=storage_bytes([leaf for came_in, goes_out, leaf in pairs if goes_out and not came_in]),
         saved=max(0, saved - unpacked),
         x_grads=sum(x.nbytes for x in _own_inputs(runner, piece)),
         drawn=drawn,
@@ -547,7 +549,7 @@ _ENDLESS = (
     "the steps of this loop keep more and more, and a loop of unknown length cannot be planned for that: pass "
     "checkpoints= in place of budget=, or use a loop whose length is known"
 )
-_NOTHING = _StepBytes(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+_NOTHING = _StepBytes(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 _BYTES = tuple(each.name for each in fields(_StepBytes) if each.name not in ("seconds", "backward"))
 
 
@@ -770,6 +772,8 @@ class Lookout:
         if self.tapes_apart or self._runner.proof.compares_graphs:  # each tape has a start of its own
             step = replace(step, kept_state=step.state - step.drawn)
         step = replace(step, start=step.start + self._packed + self._ends())
+        if self.uneven:  # the state that a tape starts from, which it does not hold, may be larger than what is freed
+            step = replace(step, kept_twice=step.kept_twice + step.kept_after)
         return StepCost(
             max(state, 1),
             step.tape,
