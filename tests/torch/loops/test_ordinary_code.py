@@ -205,6 +205,19 @@ def test_outputs_whose_gradient_begins_late_and_ends_early() -> None:
     assert_plain(make, 10, 40, options=[*OPTIONS, {"base": 4, "reduce": "sum"}, {"base": 4, "reduce": "last"}])
 
 
+def test_a_dictionary_keeps_the_order_that_the_step_gives_it() -> None:
+    def make(length: int) -> Scan:
+        lin, h0 = nn.Linear(4, 2), nn.Parameter(torch.randn(3, 2))
+
+        def step(state: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
+            h = torch.tanh(lin(torch.cat(list(state.values()), -1)) + x)
+            return {"b": h, "a": state["b"] * 0.5}, h
+
+        return Scan(step, {"a": h0, "b": h0 * 2}, torch.randn(length, 3, 2), [lin, h0])
+
+    assert_plain(make, 1, 2, 10)
+
+
 # --- one tensor in several places
 
 
@@ -219,12 +232,11 @@ def test_a_first_state_that_sits_in_several_places() -> None:
         return Scan(step, (h0, h0), torch.randn(length, 4), [h0, w])
 
     assert_plain(make, 1, 2, 10)
-    grads = []
-    for option in ({}, {"base": 3}):  # with derivatives of derivatives
+    grads: list[Any] = []
+    for run in (lt.scan, partial(lt.checkpointed_scan, base=3)):  # with derivatives of derivatives
         torch.manual_seed(0)
         loop = make(6)
-        run = lt.checkpointed_scan if option else lt.scan
-        _, ys = run(loop.step, loop.init, loop.xs, **option)  # type: ignore[operator]
+        _, ys = run(loop.step, loop.init, loop.xs)
         first = torch.autograd.grad(ys.square().sum(), loop.own, create_graph=True)
         grads.append(torch.autograd.grad(sum(g.square().sum() for g in first), loop.own))  # type: ignore[arg-type]
     for a, b in zip(*grads, strict=True):
@@ -277,10 +289,10 @@ def test_a_state_that_is_changed_in_place_is_off_the_graph_after_a_plan_was_made
     net = HeldTwice()
     state = net.v
     base = torch.zeros(2, 2, 3)
-    net.part = base[0]  # type: ignore[assignment]  # a view, which cannot be detached in place
+    net.part = base[0]  # a view, which cannot be detached in place
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        net.part += net.lin(x)  # type: ignore[operator]
+    def step(x: torch.Tensor) -> Any:
+        net.part += net.lin(x)
         return net(x)
 
     lt.plan_for_loop(step, torch.randn(5, 2, 3), budget="1GiB")
@@ -325,7 +337,8 @@ def test_a_state_that_is_detached_in_place_after_it_was_used() -> None:
                 self.h.detach_()
                 y = y + self.h
             self.h = y
-            return y * 2
+            doubled: torch.Tensor = y * 2
+            return doubled
 
     def make(length: int) -> For:
         net = Net()

@@ -285,6 +285,7 @@ class Engine:
                 self._pieces += [self.runner.tape(k, k + 1, put=False) for k in range(start, stop)]
             else:
                 self._pieces.append(self.runner.tape(start, stop, put=False))
+            self.runner.check_tape(stop)
         self._connected = True
         return stop
 

@@ -138,7 +138,7 @@ def probe(
         if meter is not None:
             if pulls:
                 _pull_last(runner, meter, piece, ahead, seen, keep=keep)
-            makes_leaves = piece is not None and runner.has_made_leaves(piece)
+            makes_leaves = runner.has_made_leaves(piece)
             del piece
             keeping = (keeps_from, spare)
             lookout = Lookout(runner, meter, seen, budget, times=times, keeping=keeping, makes_leaves=makes_leaves)
@@ -466,8 +466,6 @@ def _step_bytes(
     after = runner.state()
     new, outputs = _tensors(after), _tensors(runner.last_output)
     meter.leave_room([*new, *outputs])
-    # Of the state, the tape holds what came in or what goes out; along a stretch that is the same tensor.
-    pairs = [(meter.keeps(old), meter.keeps(new), new) for old, new in _pairs(before, after)]
     saved = meter.saved(new, outputs)
     unpacked = meter.unpacked if like is None else like.unpacked
     drawn = _random_bytes(runner, meter)
@@ -476,9 +474,9 @@ def _step_bytes(
     return _StepBytes(
         before=storage_bytes(_tensors(before)) + drawn,
         state=storage_bytes(new) + drawn,
-        kept_state=storage_bytes([leaf for came_in, goes_out, leaf in pairs if came_in or goes_out]),
-        kept_twice=storage_bytes([leaf for came_in, goes_out, leaf in pairs if came_in and goes_out]),
-        kept_after=storage_bytes([leaf for came_in, goes_out, leaf in pairs if goes_out and not came_in]),
+        kept_state=_kept(meter, before, after, {(True, False), (False, True), (True, True)}),
+        kept_twice=_kept(meter, before, after, {(True, True)}),
+        kept_after=_kept(meter, before, after, {(False, True)}),
         saved=max(0, saved - unpacked),
         x_grads=sum(x.nbytes for x in _own_inputs(runner, piece)),
         drawn=drawn,
@@ -490,6 +488,15 @@ def _step_bytes(
         seconds=meter.forward,
         backward=2 * meter.forward,
     )
+
+
+def _kept(meter: Meter, before: list[Any], after: list[Any], how: set[tuple[bool, bool]]) -> int:
+    """Bytes of the state that the tape holds in one of these ways: as it came in, as it goes out.
+
+    Along a stretch, what goes out of a step and comes into the next one is the same tensor.
+    """
+    pairs = _pairs(before, after)
+    return storage_bytes([new for old, new in pairs if (meter.keeps(old), meter.keeps(new)) in how])
 
 
 def _random_bytes(runner: StepRunner, meter: Meter) -> int:

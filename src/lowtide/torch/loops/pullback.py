@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge
 from lowtide.torch.loops.inputs import Inputs
 from lowtide.torch.loops.outputs import Outputs
 from lowtide.torch.memory import recording
-from lowtide.torch.state.capture import Captured, gradients, is_cut_off
+from lowtide.torch.state.capture import Captured, edge_of, gradients, is_cut_off
 
 
 class LatestOutput(NamedTuple):
@@ -64,6 +64,14 @@ class Piece:
     exact: bool = False  # whether it is known, and not only likely, that no gradient flows where `starts` have None
     names: list[str] = field(default_factory=list)  # those of the positions of the state at stop
     latest: list[LatestOutput] = field(default_factory=list)  # those that later steps may detach in place
+
+    def add_edge(self, k: int, y: torch.Tensor) -> None:
+        """Note where the cotangent of step k's output enters, which is a single tensor."""
+        self.forget_cut_off()
+        self.latest.clear()
+        if y.requires_grad:
+            self.outputs[0].append((k, edge_of(y)))
+            self.latest.append(LatestOutput(weakref.ref(y), 0, k))
 
     def forget_cut_off(self) -> None:
         """Let no cotangent enter at outputs that have been detached in place."""

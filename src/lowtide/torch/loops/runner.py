@@ -8,6 +8,7 @@ the state, and what steps close over, is learned from the first steps, which `pr
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from lowtide.interface.progress import Progress
 from lowtide.torch.loops.inputs import Inputs
 from lowtide.torch.loops.outputs import Outputs
 from lowtide.torch.loops.proof import Proof
-from lowtide.torch.loops.pullback import LatestOutput, LoopParts, Piece, Profile, Pullback, Shared, was_cut_off
+from lowtide.torch.loops.pullback import LatestOutput, LoopParts, Piece, Profile, Pullback, Shared
 from lowtide.torch.loops.step import StepFunction, Stepper
 from lowtide.torch.memory import recording
 from lowtide.torch.memory.tracker import storage_bytes, tensors_of
@@ -349,12 +350,11 @@ class StepRunner:
             # Most of all runs are reruns with one tensor for an output. Of those only the edge is noted, once the first
             # output of the piece was seen to have that form.
             note = self._noting(piece, put=put) if self._first_runs or not self._wants_only_edges() else None
-            column = piece.outputs[0] if note is None and piece.outputs else None
+            only_edges = note is None and bool(piece.outputs)
             prove = self.proof.output
             f, walk, counts, xs = self.stepper.taping, self._walk, self._walk.node_counts, piece.xs
             k, carry, last = start, self.carry, self.length - 1
             due, mark = walk.next_due(k, last), now()
-            latest = piece.latest[0].tensor if column is not None and piece.latest else None
             for x in self.inputs.rows(start, stop, xs):
                 ends = None
                 if k == due:
@@ -362,27 +362,19 @@ class StepRunner:
                 y = None  # the output of the step before is not held while this one runs
                 before = carry
                 carry, y = f(before, x)
-                if column is not None:
+                if only_edges:
                     prove(k, [y])
-                    if latest is not None and was_cut_off(latest):
-                        column.pop()
-                    latest = None
-                    if y.requires_grad:
-                        column.append((k, edge_of(y)))
-                        latest = weakref.ref(y)
+                    piece.add_edge(k, y)
                 elif note is not None:
                     note(k, carry, y)
                 else:
-                    column = self._first_edge(piece, k, y)
-                    latest = weakref.ref(y) if column else None
+                    only_edges = self._first_edge(piece, k, y)
                 began, mark = mark, now()
                 if ends is not None or mark - began not in counts:
                     self._check_graph(piece, k, before, carry, y, ends, began)
                     counts.add(mark - began)
                 k += 1
             self._arrive(stop - 1, carry)
-        if column is not None:
-            piece.latest = [] if latest is None else [LatestOutput(latest, 0, stop - 1)]
         self._end_piece(piece, stop, y)
         return piece
 
@@ -434,12 +426,13 @@ class StepRunner:
         outputs = self.outputs
         return outputs.is_tensor and not (self.proof.always or outputs.in_step_order or self.shared.stays)
 
-    def _first_edge(self, piece: Piece, k: int, y: Any) -> list[tuple[int, GradientEdge]]:
-        """Note the edge of the first output of a piece, a single tensor; returns where those of the others go."""
+    def _first_edge(self, piece: Piece, k: int, y: Any) -> bool:
+        """Note the edge of the first output of a piece, a single tensor, as those of the others are noted then."""
         [leaf] = self.outputs.leaves(k, y)
         self.proof.output(k, [leaf])
-        piece.outputs = [[(k, edge_of(leaf))] if leaf.requires_grad else []]
-        return piece.outputs[0]
+        piece.outputs = [[]]
+        piece.add_edge(k, leaf)
+        return True
 
     def _noting(self, piece: Piece, *, put: bool) -> Callable[[int, Any, Any], None]:
         """What is done with the carry and the output of each step of a piece, where more is wanted than edges."""
@@ -501,9 +494,10 @@ class StepRunner:
         outside = {id(tensor) for _, tensor in self._things.tensors()} if leaves else set()
         return [leaf for leaf in leaves if id(leaf) not in outside]
 
-    def has_made_leaves(self, piece: Piece) -> bool:
+    def has_made_leaves(self, piece: Piece | None) -> bool:
         """Whether there are leaves in the current state that the piece ending there has made, not handed on."""
-        return any(leaf.is_leaf and edge_of(leaf) not in piece.starts for leaf in filter(has_gradient, self.state()))
+        starts = [] if piece is None else piece.starts
+        return any(leaf.is_leaf and edge_of(leaf) not in starts for leaf in filter(has_gradient, self.state()))
 
     def check_tape(self, stop: int) -> None:
         """Compare the end of a tape with first runs, or take note of it; the last output is let go."""
@@ -891,6 +885,8 @@ def _refuse_objects(carry: Any) -> None:
     """Refuse a carry with objects that have tensors with a gradient, of which the loop would see nothing."""
     for leaf in leaves_of(carry):
         parts = [] if isinstance(leaf, torch.Tensor | nn.Module) else list(getattr(leaf, "__dict__", {}).values())
+        if isinstance(leaf, dict | list | tuple | deque):  # of a class of the user's
+            parts += leaf.values() if isinstance(leaf, dict) else leaf
         if any(tensor.requires_grad for tensor in tensors_of(parts)):
             kind = type(leaf).__name__
             raise CheckpointError(

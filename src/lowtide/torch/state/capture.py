@@ -168,7 +168,7 @@ def pulled(
     captured = Captured()
     captured.targets = [edge.node.variable for edge in others if hasattr(edge.node, "variable")]
     with captured.without_hooks():
-        results = gradients([seed], [*wanted, *others], [_ONE], keep=False)  # type: ignore[list-item]
+        results = gradients([seed], [*wanted, *others], [_ONE], keep=False)
     return results[: len(wanted)], results[len(wanted) :]
 
 
