@@ -603,6 +603,7 @@ class Lookout:
         # For a loop of which nobody knows how many steps there will be: what to play with so many slots.
         self.with_slots: Callable[[int], Callable[[], Iterator[Action]]] | None = None
         self._times_odd = 0
+        self._states = [step.state for step in seen]  # bytes of the state after each step that was looked at
         self._step = _typical(seen)
         # A tape that is made longer must not begin with leaves that its steps have made themselves.
         self._next = LOOKED_AT if makes_leaves else len(seen)
@@ -641,6 +642,7 @@ class Lookout:
         with meter.seeing(), meter.on():
             piece = tape()
         step = _step_bytes(runner, meter, piece, before, like=self._step)
+        self._states.append(step.state)
         if self._differs(step):
             self._step = step if self.with_slots is None else _most(step, self._step)
             raise OddStep
@@ -676,7 +678,12 @@ class Lookout:
         if self._times_odd > _MOST_TIMES_ODD:
             raise InputError(_ENDLESS)
         costs = self.equal(self._step, stop)
-        return self.with_slots(costs.slots_within(self._allowed(costs)))
+        try:
+            return self.with_slots(costs.slots_within(self._allowed(costs)))
+        except BudgetError:
+            if _rises(self._states):  # then the least that the error names would not do either
+                raise InputError(_ENDLESS) from None
+            raise
 
     def _planned_again(self, stop: int, *, odd: bool) -> Plan:
         """A plan by what each step costs; the budget is refused as soon as they are seen to need more.
@@ -789,6 +796,11 @@ class Lookout:
             drawn=step.drawn,
             working=step.working(largest, several=several),
         )
+
+
+def _rises(sizes: list[int]) -> bool:
+    """Whether each of the last three is larger than the one before: no end of it is to be seen."""
+    return len(sizes) > 2 and sizes[-3] < sizes[-2] < sizes[-1]
 
 
 def _foretold(steps: list[_StepBytes], stop: int, steeper: int) -> list[_StepBytes]:

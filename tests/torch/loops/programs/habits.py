@@ -843,7 +843,10 @@ def _(length: int) -> While:
     return While(lambda s: bool(s[3] > 1e-10), body, (torch.zeros(4), b, b, b @ b), [m, b], most=length)
 
 
-@program("while loop: decoding until every sequence has ended, with a cache in a module")
+@program(
+    "while loop: decoding until every sequence has ended, with a cache in a module",
+    refused="keep more and more.* pass checkpoints=",
+)
 def _(length: int) -> While:
     class Decode(nn.Module):
         def __init__(self) -> None:
