@@ -39,12 +39,6 @@ class LatestOutput(NamedTuple):
     step: int
 
 
-def was_cut_off(output: weakref.ref[torch.Tensor]) -> bool:
-    """Whether an output with a gradient was detached in place, as a part of the state; the plain loop has none then."""
-    tensor = output()
-    return tensor is not None and not tensor.requires_grad
-
-
 @dataclass(slots=True)
 class Piece:
     """The tape of steps [start, stop): where gradients enter its graph and where they come out.
@@ -67,16 +61,17 @@ class Piece:
 
     def add_edge(self, k: int, y: torch.Tensor) -> None:
         """Note where the cotangent of step k's output enters, which is a single tensor."""
-        self.forget_cut_off()
-        self.latest.clear()
+        if self.latest:
+            self.forget_cut_off()
+            self.latest.clear()
         if y.requires_grad:
             self.outputs[0].append((k, edge_of(y)))
             self.latest.append(LatestOutput(weakref.ref(y), 0, k))
 
     def forget_cut_off(self) -> None:
-        """Let no cotangent enter at outputs that have been detached in place."""
+        """Let no cotangent enter at outputs that were detached in place as parts of the state, as in the plain loop."""
         for output, leaf, step in self.latest:
-            if was_cut_off(output):
+            if (tensor := output()) is not None and not tensor.requires_grad:
                 self.outputs[leaf] = [entry for entry in self.outputs[leaf] if entry[0] != step]
 
     def begin(self) -> Iterator[GradientEdge]:

@@ -381,6 +381,8 @@ class Hidden:
 
     def write(self, state: HiddenState, carry: Iterable[Any] = ()) -> None:
         """Put a snapshot's values into the slots, in containers of their own; `carry` has the leaves beside them."""
+        if not self._carried:
+            return
         entries = iter(self._carried)
         copied, kept = _Copier(), set(map(id, carry))
         for part in self.complete(state).values:
