@@ -52,8 +52,8 @@ LOOPS = (
     Mutant(
         "a tensor that is twice in the state has its gradient twice",
         "torch/loops/pullback.py",
-        "arrived.pop(id(leaf), None)",
-        "arrived.get(id(leaf), None)",
+        "arrived.pop(edge, None)",
+        "arrived.get(edge, None)",
         (f"{_TESTS}/test_corners.py::test_the_same_tensor_twice_in_the_carry",),
     ),
     Mutant(
@@ -80,8 +80,8 @@ LOOPS = (
     Mutant(
         "state that is changed in place is a leaf of its graph",
         "torch/loops/runner.py",
-        "new.clone() if p else new for",
-        "new for",
+        "root.clone() if key in changed else root for",
+        "root for",
         ("tests/torch/state/test_hidden.py::test_state_of_every_kind",),
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -165,8 +166,185 @@ def test_a_part_of_the_state_that_gets_its_gradient_at_one_late_step() -> None:
         return Scan(step, (torch.zeros(3), torch.zeros(3), 0), torch.randn(length, 3), [w])
 
     assert_plain(once, 40, options=[{"base": 40}])
-    with pytest.raises(CheckpointError, match=r"carry\[1\] carries a gradient out of step"):
+    with pytest.raises(CheckpointError, match=r"carry\[1\] carries a gradient out of step.*advance_with_grad=True"):
         differences(once, 40, {"base": 4})
+    assert_plain(once, 40, options=[{"base": 4, "advance_with_grad": True}])
+
+
+def test_one_of_several_tensors_in_an_attribute_that_gets_its_gradient_late() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.states, self.k = nn.Linear(3, 3), [torch.zeros(2, 3), torch.zeros(2, 3)], 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h, c = self.states
+            self.k += 1
+            h = torch.tanh(self.lin(x) + h)
+            self.states = [h, c * 0.9 + (h if self.k > 20 else h.detach())]
+            return h
+
+    def make(length: int) -> For:
+        net = Net()
+        return For(net, (torch.randn(length, 2, 3),), [net])
+
+    assert_plain(make, 40, options=[*OPTIONS, {"budget": "least"}])
+
+
+def test_outputs_whose_gradient_begins_late_and_ends_early() -> None:
+    def make(length: int) -> Scan:
+        lin = nn.Linear(3, 3)
+
+        def step(state: Any, x: torch.Tensor) -> Any:
+            h, k = state
+            h = torch.tanh(lin(x) + h)
+            return (h, k + 1), (h if 20 < k < 30 else h.detach())
+
+        return Scan(step, (torch.zeros(2, 3), 0), torch.randn(length, 2, 3), [lin])
+
+    assert_plain(make, 10, 40, options=[*OPTIONS, {"base": 4, "reduce": "sum"}, {"base": 4, "reduce": "last"}])
+
+
+def test_a_dictionary_keeps_the_order_that_the_step_gives_it() -> None:
+    def make(length: int) -> Scan:
+        lin, h0 = nn.Linear(4, 2), nn.Parameter(torch.randn(3, 2))
+
+        def step(state: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
+            h = torch.tanh(lin(torch.cat(list(state.values()), -1)) + x)
+            return {"b": h, "a": state["b"] * 0.5}, h
+
+        return Scan(step, {"a": h0, "b": h0 * 2}, torch.randn(length, 3, 2), [lin, h0])
+
+    assert_plain(make, 1, 2, 10)
+
+
+# --- one tensor in several places
+
+
+def test_a_first_state_that_sits_in_several_places() -> None:
+    def make(length: int) -> Scan:
+        h0, w = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4, 4))
+
+        def step(state: Any, x: torch.Tensor) -> Any:
+            p, q = state
+            return (torch.tanh(w @ p + q.sin() + p * q + x), p * 0.5 + q.cos()), p + q
+
+        return Scan(step, (h0, h0), torch.randn(length, 4), [h0, w])
+
+    assert_plain(make, 1, 2, 10)
+    grads: list[Any] = []
+    for run in (lt.scan, partial(lt.checkpointed_scan, base=3)):  # with derivatives of derivatives
+        torch.manual_seed(0)
+        loop = make(6)
+        _, ys = run(loop.step, loop.init, loop.xs)
+        first = torch.autograd.grad(ys.square().sum(), loop.own, create_graph=True)
+        grads.append(torch.autograd.grad(sum(g.square().sum() for g in first), loop.own))  # type: ignore[arg-type]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_delay_lines_that_hold_the_same_tensors() -> None:
+    class Delays(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.lines = nn.Linear(4, 4), {d: deque([torch.zeros(2, 4)] * d, maxlen=d) for d in (1, 3, 7)}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.lin(x) + sum(line[0] for line in self.lines.values()))
+            for line in self.lines.values():
+                line.append(y)
+            return y
+
+    def make(length: int) -> For:
+        net, xs = Delays(), torch.randn(length, 2, 4, requires_grad=True)
+        return For(net, (xs,), [net, xs])
+
+    assert_plain(make, 2, 10, 20, options=[*OPTIONS, {"budget": "least"}])
+
+
+class HeldTwice(nn.Module):
+    """A membrane potential under two names, changed in place under one and read under the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.v = nn.Linear(3, 3), torch.zeros(2, 3)
+        self.w = self.v
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.v += self.lin(x)
+        self.w.mul_(0.5)
+        return torch.tanh(self.v.clone())
+
+
+@pytest.mark.parametrize("option", [{"base": 1}, {"base": 4}, {"base": 4, "lean": True}, {"budget": "least"}], ids=str)
+def test_a_state_under_two_names_that_is_changed_in_place(option: dict[str, Any]) -> None:
+    def make(length: int) -> For:
+        net = HeldTwice()
+        return For(net, (torch.randn(length, 2, 3),), [net])
+
+    assert_plain(make, 1, 3, 10, options=[option])
+
+
+def test_a_state_that_is_changed_in_place_is_off_the_graph_after_a_plan_was_made() -> None:
+    net = HeldTwice()
+    state = net.v
+    base = torch.zeros(2, 2, 3)
+    net.part = base[0]  # a view, which cannot be detached in place
+
+    def step(x: torch.Tensor) -> Any:
+        net.part += net.lin(x)
+        return net(x)
+
+    lt.plan_for_loop(step, torch.randn(5, 2, 3), budget="1GiB")
+    assert net.v is state
+    assert not net.v.requires_grad
+    assert not net.part.requires_grad
+    assert not net.v.any()
+    assert not net.part.any()
+
+
+# --- states that are detached in place
+
+
+@pytest.mark.parametrize("reduce", [None, "sum"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_state_that_is_detached_in_place(nested: bool, reduce: str | None) -> None:
+    def make(length: int) -> Scan:
+        lin = nn.Linear(3, 3)
+
+        def step(state: Any, x: torch.Tensor) -> Any:
+            h, k = state
+            if k % 3 == 2:
+                h.detach_()  # and so is the output that it is
+            h = torch.tanh(lin(x) + h)
+            return (h, k + 1), ((h, h * 2) if nested else h)
+
+        return Scan(step, (torch.zeros(2, 3), 0), torch.randn(length, 2, 3), [lin])
+
+    assert_plain(make, 1, 2, 10, 20, options=[o | {"reduce": reduce} for o in (*OPTIONS, {"budget": "1GiB"})])
+
+
+def test_a_state_that_is_detached_in_place_after_it_was_used() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.h, self.k = nn.Linear(3, 3), torch.zeros(2, 3), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.h * 0.9 + self.lin(x)
+            self.k += 1
+            if self.k % 4 == 0:
+                self.h.detach_()
+                y = y + self.h
+            self.h = y
+            doubled: torch.Tensor = y * 2
+            return doubled
+
+    def make(length: int) -> For:
+        net = Net()
+        return For(net, (torch.randn(length, 2, 3),), [net])
+
+    assert_plain(make, 10, 20)
 
 
 def test_a_bar_moves_once_even_if_the_backward_begins_again() -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.torch.loops.programs import cells, dynamics, spiking
+from tests.torch.loops.programs import cells, dynamics, habits, memories, spiking, tutorials, worlds
 from tests.torch.loops.programs.program import TABLE, options_of, verdict
 
 LENGTHS = (1, 2, 3, 10, 57)
-FILES = (cells, dynamics, spiking)  # importing them fills the table
+FILES = (cells, dynamics, spiking, habits, memories, tutorials, worlds)  # importing them fills the table
 pytestmark = pytest.mark.filterwarnings("ignore")  # other people's packages warn when they are used
 
 
 def test_there_are_many() -> None:
-    assert len(TABLE) >= 200
+    assert len(TABLE) >= 400
 
 
 @pytest.mark.parametrize("name", TABLE)

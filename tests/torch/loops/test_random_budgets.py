@@ -124,6 +124,16 @@ def test_a_while_loop_whose_state_grows_is_refused() -> None:
     lt.checkpointed_while_loop(*loop, checkpoints=3)[0].sum().backward()
 
 
+def test_a_while_loop_whose_state_grows_from_the_start_is_refused_where_no_budget_that_is_named_would_do() -> None:
+    net = Late(0)
+    loop = (lambda c: c[1] < 40, lambda c: (net(c[0]) + c[0], c[1] + 1), (torch.ones(1, 32), 0))
+    with pytest.raises(BudgetError) as caught:
+        lt.checkpointed_while_loop(*loop, budget=1)
+    with pytest.raises(InputError, match=r"keep more and more.* pass checkpoints="):
+        lt.checkpointed_while_loop(*loop, budget=caught.value.least)
+    lt.checkpointed_while_loop(*loop, checkpoints=3)[0].sum().backward()
+
+
 def test_a_while_loop_with_a_step_that_takes_a_little_more_begins_again() -> None:
     def run(loop: Any, **options: Any) -> torch.Tensor:
         torch.manual_seed(0)
@@ -141,3 +151,8 @@ def test_a_while_loop_with_a_step_that_takes_a_little_more_begins_again() -> Non
         found = run(lt.checkpointed_while_loop, budget=30_000)
     assert torch.equal(found, run(lt.checkpointed_while_loop, checkpoints=12))
     assert receipt.plain_runs > 12
+    with pytest.raises(BudgetError) as first:
+        run(lt.checkpointed_while_loop, budget=1)
+    with pytest.raises(BudgetError) as second:  # that step is met only now
+        run(lt.checkpointed_while_loop, budget=first.value.least)
+    assert torch.equal(found, run(lt.checkpointed_while_loop, budget=second.value.least))

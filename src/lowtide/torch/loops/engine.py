@@ -117,7 +117,7 @@ class Engine:
                     self._play(action)
             return self._pullback
         except LateGradient as late:
-            if not runner.let_flow(late.positions):
+            if not runner.let_flow(late.positions, late.names):
                 raise CheckpointError(str(late)) from None
             return None
         finally:
@@ -226,8 +226,9 @@ class Engine:
         self._connected = False
 
     def _tape(self, start: int, stop: int) -> None:
-        if any(piece is None for _, piece in self.ahead[: stop - start]):
-            start = self._tape_ahead_again(start, stop)
+        end = self._look_first(start, stop)
+        if end > start + len(self.ahead) or any(piece is None for _, piece in self.ahead[: stop - start]):
+            start = self._tape_ahead_again(start, stop, end)
         while self.ahead and start < stop:
             piece = self.ahead.pop(0)[1]
             assert piece is not None
@@ -255,12 +256,23 @@ class Engine:
         apart = self.runner.proof.compares_graphs or (self._lookout is not None and self._lookout.tapes_apart)
         return self._pieces.pop() if self._connected and not apart else None
 
-    def _tape_ahead_again(self, start: int, stop: int) -> int:
-        """Run steps that were run ahead, but whose tapes were not all kept, once more to tape them; where they end.
+    def _look_first(self, start: int, stop: int) -> int:
+        """Look at steps up to `stop` without their tapes, if there may be no room for one that is not like the others.
+
+        Returns the first of steps [start, stop) that has not run.
+        """
+        end = start + len(self.ahead)
+        while end < stop and self._lookout is not None and self._lookout.is_tight and self._looks_at(end):
+            self._disconnect()
+            self._watched(end)
+            end += 1
+        return end
+
+    def _tape_ahead_again(self, start: int, stop: int, end: int) -> int:
+        """Run steps [start, end), which were run ahead, once more to tape them up to `stop`; where that ends.
 
         Their first runs, and those that lead to them again, are counted as not part of the plan.
         """
-        end = start + len(self.ahead)
         stop = min(stop, end)
         # Executed in all: `end` runs ahead, of which `start` were counted as plain, and `stop` runs from here.
         recording.count(probe=end, taping=stop - start)
@@ -273,6 +285,7 @@ class Engine:
                 self._pieces += [self.runner.tape(k, k + 1, put=False) for k in range(start, stop)]
             else:
                 self._pieces.append(self.runner.tape(start, stop, put=False))
+            self.runner.check_tape(stop)
         self._connected = True
         return stop
 
@@ -422,8 +435,9 @@ def _plain_again(runner: StepRunner, given: list[torch.Tensor]) -> list[Any]:
     """The results of the whole loop with their graph, from the differentiable start leaves and inputs in `given`."""
     rest = iter(given)
     begin, count = runner.begin.all_leaves(), len(runner.begin.leaves)
-    flags = zip(begin, runner.first_flags, runner.given_flags, strict=True)
-    start = [next(rest) if given else leaf.detach().requires_grad_() if flag else leaf for leaf, flag, given in flags]
+    given_first = {id(leaf): next(rest) for leaf, flag in zip(begin, runner.given_flags, strict=True) if flag}
+    flags = zip(begin, runner.first_flags, strict=True)
+    start = [given_first.get(id(leaf), leaf.detach().requires_grad_() if flag else leaf) for leaf, flag in flags]
     rows = runner.inputs.connected(list(rest))
     outputs, stepper = runner.outputs.fresh(), runner.stepper
     with runner.ambient.again(), runner.hidden.aside(), runner.random.aside(), torch.enable_grad():

@@ -45,6 +45,7 @@ _MOST_PROBED_STEPS = 16
 # So many of the first steps are measured one by one, to find out whether they are alike. A pattern that repeats every
 # five steps is met twice.
 LOOKED_AT = 8
+_TIMES_AS_MUCH = 8  # as others, a step may keep and need that is met while tapes are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +138,10 @@ def probe(
         if meter is not None:
             if pulls:
                 _pull_last(runner, meter, piece, ahead, seen, keep=keep)
+            makes_leaves = runner.has_made_leaves(piece)
             del piece
-            lookout = Lookout(runner, meter, seen, budget, times=times, keeping=(keeps_from, spare))
+            keeping = (keeps_from, spare)
+            lookout = Lookout(runner, meter, seen, budget, times=times, keeping=keeping, makes_leaves=makes_leaves)
     runner.end_learning(settled=settled)
     if lookout is not None:
         measured = lookout.equal(_typical(seen), runner.length)
@@ -251,7 +254,7 @@ def _room_to_keep(runner: StepRunner, meter: Meter) -> int:
     With room to spare, because a tape that is kept makes the next step look more costly.
     """
     one = meter.memory.now + _random_bytes(runner, meter)
-    return runner.length * meter.memory.now + 8 * one
+    return runner.length * meter.memory.now + _TIMES_AS_MUCH * one
 
 
 # --- what a step costs
@@ -406,6 +409,7 @@ class _StepBytes:
     state: int  # of the state after it, random states included
     kept_state: int  # of that, what the tape holds
     kept_twice: int  # of that, what it holds as it came in and as it goes out
+    kept_after: int  # of that, what it holds only as it goes out
     saved: int  # what the tape holds beside
     x_grads: int  # gradients of the step's own inputs
     drawn: int  # random states, which no tape holds
@@ -462,8 +466,6 @@ def _step_bytes(
     after = runner.state()
     new, outputs = _tensors(after), _tensors(runner.last_output)
     meter.leave_room([*new, *outputs])
-    # Of the state, the tape holds what came in or what goes out; along a stretch that is the same tensor.
-    pairs = [(meter.keeps(old), meter.keeps(new), new) for old, new in _pairs(before, after)]
     saved = meter.saved(new, outputs)
     unpacked = meter.unpacked if like is None else like.unpacked
     drawn = _random_bytes(runner, meter)
@@ -472,8 +474,9 @@ def _step_bytes(
     return _StepBytes(
         before=storage_bytes(_tensors(before)) + drawn,
         state=storage_bytes(new) + drawn,
-        kept_state=storage_bytes([leaf for came_in, goes_out, leaf in pairs if came_in or goes_out]),
-        kept_twice=storage_bytes([leaf for came_in, goes_out, leaf in pairs if came_in and goes_out]),
+        kept_state=_kept(meter, before, after, {(True, False), (False, True), (True, True)}),
+        kept_twice=_kept(meter, before, after, {(True, True)}),
+        kept_after=_kept(meter, before, after, {(False, True)}),
         saved=max(0, saved - unpacked),
         x_grads=sum(x.nbytes for x in _own_inputs(runner, piece)),
         drawn=drawn,
@@ -485,6 +488,15 @@ def _step_bytes(
         seconds=meter.forward,
         backward=2 * meter.forward,
     )
+
+
+def _kept(meter: Meter, before: list[Any], after: list[Any], how: set[tuple[bool, bool]]) -> int:
+    """Bytes of the state that the tape holds in one of these ways: as it came in, as it goes out.
+
+    Along a stretch, what goes out of a step and comes into the next one is the same tensor.
+    """
+    pairs = _pairs(before, after)
+    return storage_bytes([new for old, new in pairs if (meter.keeps(old), meter.keeps(new)) in how])
 
 
 def _random_bytes(runner: StepRunner, meter: Meter) -> int:
@@ -544,7 +556,7 @@ _ENDLESS = (
     "the steps of this loop keep more and more, and a loop of unknown length cannot be planned for that: pass "
     "checkpoints= in place of budget=, or use a loop whose length is known"
 )
-_NOTHING = _StepBytes(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+_NOTHING = _StepBytes(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 _BYTES = tuple(each.name for each in fields(_StepBytes) if each.name not in ("seconds", "backward"))
 
 
@@ -572,7 +584,7 @@ class Lookout:
     """Measures steps beyond the probed ones, and plans again if they are not alike.
 
     `seen` is what the steps that have been probed keep and need. The plan takes all others to be like the last of them.
-    `keeping` has `keeps_from` and `spare` of `ProbedCosts`.
+    `keeping` has `keeps_from` and `spare` of `ProbedCosts`; `makes_leaves`: they make leaves of their own graphs.
     """
 
     def __init__(
@@ -584,16 +596,17 @@ class Lookout:
         *,
         times: bool,
         keeping: tuple[int, int],
+        makes_leaves: bool,
     ) -> None:
         self._runner = runner
         self._meter = meter
         # For a loop of which nobody knows how many steps there will be: what to play with so many slots.
         self.with_slots: Callable[[int], Callable[[], Iterator[Action]]] | None = None
         self._times_odd = 0
+        self._states = [step.state for step in seen]  # bytes of the state after each step that was looked at
         self._step = _typical(seen)
         # A tape that is made longer must not begin with leaves that its steps have made themselves.
-        made = any(leaf.is_leaf and leaf.requires_grad for leaf in _tensors(runner.state()))
-        self._next = LOOKED_AT if made else len(seen)
+        self._next = LOOKED_AT if makes_leaves else len(seen)
         self._odd = any(map(self._differs, seen[1:])) or seen[0].is_beyond(self._step, seen[0].start)
         self._budget = budget
         self._times = times
@@ -608,6 +621,15 @@ class Lookout:
 
     # --- while the first sweep runs
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether a step that is not like the others may not find room beside tapes that are kept."""
+        if self._budget is None or self.with_slots is not None:
+            return False
+        one = self._step.tape + self._step.state
+        allowed = parse_budget(self._budget, max(1, self._runner.length * self._step.tape))
+        return allowed < (self._looked_at() + _TIMES_AS_MUCH) * one
+
     def looks_at(self, k: int) -> bool:
         """Whether step k is one to be measured."""
         return self._next == k < LOOKED_AT
@@ -620,6 +642,7 @@ class Lookout:
         with meter.seeing(), meter.on():
             piece = tape()
         step = _step_bytes(runner, meter, piece, before, like=self._step)
+        self._states.append(step.state)
         if self._differs(step):
             self._step = step if self.with_slots is None else _most(step, self._step)
             raise OddStep
@@ -655,7 +678,12 @@ class Lookout:
         if self._times_odd > _MOST_TIMES_ODD:
             raise InputError(_ENDLESS)
         costs = self.equal(self._step, stop)
-        return self.with_slots(costs.slots_within(self._allowed(costs)))
+        try:
+            return self.with_slots(costs.slots_within(self._allowed(costs)))
+        except BudgetError:
+            if _rises(self._states):  # then the least that the error names would not do either
+                raise InputError(_ENDLESS) from None
+            raise
 
     def _planned_again(self, stop: int, *, odd: bool) -> Plan:
         """A plan by what each step costs; the budget is refused as soon as they are seen to need more.
@@ -670,9 +698,14 @@ class Lookout:
             with runner.again(k):
                 steps.append(self._measure(k))
             if len(steps) == min(look_again, stop) or (k >= LOOKED_AT and steps[-1].held > limit):
-                if not odd and len(steps) == self._looked_at() and self._are_alike(steps):
-                    return self._chosen(self.equal(steps[-1], stop))
-                self._check_foretold(steps, stop)
+                alike = self._are_alike(steps)
+                costs = self.equal(steps[-1], stop)
+                if alike and (len(steps) == stop or (len(steps) == self._looked_at() and not odd)):
+                    return self._chosen(costs)
+                if alike:
+                    costs.check(self._allowed(costs))  # one may have looked odd only beside tapes that were kept
+                else:
+                    self._check_foretold(steps, stop)
                 look_again *= 2
         return self._chosen(self._unequal(steps))
 
@@ -753,6 +786,8 @@ class Lookout:
         if self.tapes_apart or self._runner.proof.compares_graphs:  # each tape has a start of its own
             step = replace(step, kept_state=step.state - step.drawn)
         step = replace(step, start=step.start + self._packed + self._ends())
+        if self.uneven:  # the state that a tape starts from, which it does not hold, may be larger than what is freed
+            step = replace(step, kept_twice=step.kept_twice + step.kept_after)
         return StepCost(
             max(state, 1),
             step.tape,
@@ -761,6 +796,11 @@ class Lookout:
             drawn=step.drawn,
             working=step.working(largest, several=several),
         )
+
+
+def _rises(sizes: list[int]) -> bool:
+    """Whether each of the last three is larger than the one before: no end of it is to be seen."""
+    return len(sizes) > 2 and sizes[-3] < sizes[-2] < sizes[-1]
 
 
 def _foretold(steps: list[_StepBytes], stop: int, steeper: int) -> list[_StepBytes]:

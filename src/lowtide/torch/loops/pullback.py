@@ -17,19 +17,26 @@ nodes in descending order of their creation, and adds what arrives at a tensor i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from lowtide.errors import CheckpointError
 from lowtide.torch.loops.inputs import Inputs
 from lowtide.torch.loops.outputs import Outputs
 from lowtide.torch.memory import recording
-from lowtide.torch.state.capture import Captured, edge_of, gradients
+from lowtide.torch.state.capture import Captured, edge_of, gradients, is_cut_off
+
+
+class LatestOutput(NamedTuple):
+    """An output of a step that may still be part of the state: leaf `leaf` of step `step`."""
+
+    tensor: weakref.ref[torch.Tensor]
+    leaf: int
+    step: int
 
 
 @dataclass(slots=True)
@@ -44,10 +51,32 @@ class Piece:
     start: int
     stop: int
     since: int  # the sequence number from which on graph nodes are the piece's own
-    starts: list[torch.Tensor | None]  # the state at start by position, None where no gradient flows
+    starts: list[GradientEdge | None]  # the state at start by position, None where no gradient flows
     ends: list[GradientEdge | None]  # the state at stop, likewise
     outputs: list[list[tuple[int, GradientEdge]]]  # for each output leaf, (step, where its cotangent enters), by steps
     xs: list[torch.Tensor]  # the differentiable inputs of each step, step after step
+    exact: bool = False  # whether it is known, and not only likely, that no gradient flows where `starts` have None
+    names: list[str] = field(default_factory=list)  # those of the positions of the state at stop
+    latest: list[LatestOutput] = field(default_factory=list)  # those that later steps may detach in place
+
+    def add_edge(self, k: int, y: torch.Tensor) -> None:
+        """Note where the cotangent of step k's output enters, which is a single tensor."""
+        if self.latest:
+            self.forget_cut_off()
+            self.latest.clear()
+        if y.requires_grad:
+            self.outputs[0].append((k, edge_of(y)))
+            self.latest.append(LatestOutput(weakref.ref(y), 0, k))
+
+    def forget_cut_off(self) -> None:
+        """Let no cotangent enter at outputs that were detached in place as parts of the state, as in the plain loop."""
+        for output, leaf, step in self.latest:
+            if (tensor := output()) is not None and not tensor.requires_grad:
+                self.outputs[leaf] = [entry for entry in self.outputs[leaf] if entry[0] != step]
+
+    def begin(self) -> Iterator[GradientEdge]:
+        """Where gradients of the state at the start arrive."""
+        return (edge for edge in self.starts if edge is not None)
 
     def roots(self) -> list[GradientEdge]:
         """All edges at which a gradient may enter."""
@@ -159,16 +188,17 @@ class LateGradient(Exception):  # noqa: N818  (it is one only if the backward ca
     The backward begins again, with gradients for these parts.
     """
 
-    def __init__(self, message: str, positions: list[int]) -> None:
+    def __init__(self, message: str, positions: list[int], names: list[str]) -> None:
         super().__init__(message)
         self.positions = positions
+        self.names = names  # of all positions of that state
 
 
 class Pullback:
     """Cotangents on their way back through a loop of `length` steps.
 
-    `grads` are the cotangents of the outputs, then of the final state by position; `names` returns the names of
-    positions; `xs` are the inputs whose gradients are wanted. Between two pieces, `state` has the cotangents of the
+    `grads` are the cotangents of the outputs, then of the final state by position; `xs` are the inputs whose gradients
+    are wanted. Between two pieces, `state` has the cotangents of the
     state there, and `captured` the gradients of captured tensors, summed from the last step down to there.
     """
 
@@ -176,14 +206,12 @@ class Pullback:
         self,
         loop: LoopParts,
         length: int,
-        names: Callable[[], list[str]],
         grads: list[torch.Tensor | None],
         xs: list[torch.Tensor],
         flags: list[bool] | None = None,
     ) -> None:
         self._loop = loop
         self._length = length
-        self._names = names
         count = len(loop.profile.outputs)
         self._outputs = grads[:count]
         self.state = grads[count:]
@@ -215,8 +243,8 @@ class Pullback:
                 roots.append(arrives)
                 cotangents.append(total)
         targets = self._loop.captured.targets
-        starts = {id(leaf): leaf for leaf in piece.starts if leaf is not None}
-        wanted = [*targets, *starts.values(), *piece.xs]
+        starts = dict.fromkeys(piece.begin())
+        wanted = [*targets, *starts, *piece.xs]
         grads: tuple[torch.Tensor | None, ...] = (None,) * len(wanted)
         if roots and wanted:
             with self._loop.captured.without_hooks():
@@ -229,8 +257,8 @@ class Pullback:
         arrived = dict(zip(starts, grads[len(targets) : after], strict=True))
         # A tensor at several positions has one gradient, which enters the next piece once: `pop` leaves None for the
         # other positions.
-        self.state = [None if leaf is None else arrived.pop(id(leaf), None) for leaf in piece.starts]
-        self._expected = [leaf is not None for leaf in piece.starts]
+        self.state = [None if edge is None else arrived.pop(edge, None) for edge in piece.starts]
+        self._expected = [piece.exact or edge is not None for edge in piece.starts]
         if self._xs:
             self._take_x_grads(piece, grads[after:])
 
@@ -238,7 +266,7 @@ class Pullback:
         """Add the cotangents of the state at which the piece ends."""
         late = [k for k, edge in enumerate(piece.ends) if edge is not None and not self._expected[k]]
         if late:
-            raise LateGradient(self._lost(piece, late[0]), late)
+            raise LateGradient(_lost(piece, late[0]), late, piece.names)
         for position, edge in enumerate(piece.ends):
             if edge is None:
                 continue
@@ -258,11 +286,6 @@ class Pullback:
         below = self._outputs_below(piece)
         for m in range(len(piece.outputs) - 1, -1, -1):
             grad, entries = self._outputs[m], piece.outputs[m]
-            if entries and not loop.profile.outputs[m]:
-                raise CheckpointError(
-                    f"the output {loop.outputs.names[m]} has a gradient at step {entries[0][0]:,}, but at the first "
-                    "and last steps it had none; make it the same at each step"
-                )
             if grad is None:
                 continue
             if self._entered:
@@ -282,10 +305,11 @@ class Pullback:
         if self._loop.outputs.in_step_order:  # a running sum is taken at its step, not after the loop
             return below
         for entry in self._loop.shared.at(piece.start):
-            leaf = piece.starts[entry.position]
-            if leaf is not None and (entry.leaf, entry.step) not in self._entered:
+            edge = piece.starts[entry.position]
+            if edge is not None and (entry.leaf, entry.step) not in self._entered:
                 self._entered.add((entry.leaf, entry.step))
-                below.setdefault(entry.leaf, []).append((entry.step, edge_of(leaf)))
+                if not is_cut_off(edge):
+                    below.setdefault(entry.leaf, []).append((entry.step, edge))
         return below
 
     def _take_x_grads(self, piece: Piece, grads: tuple[torch.Tensor | None, ...]) -> None:
@@ -303,10 +327,10 @@ class Pullback:
                     recording.leave_out([buffer])
                 buffer[place] = grad
 
-    def _lost(self, piece: Piece, position: int) -> str:
-        names = self._names()
-        name = names[position] if position < len(names) else f"part {position} of the state"
-        return (
-            f"{name} carries a gradient out of step {piece.stop - 1:,}, but did not at the first steps, so it would be "
-            "lost; let it depend on the same things at each step"
-        )
+
+def _lost(piece: Piece, position: int) -> str:
+    return (
+        f"{piece.names[position]} carries a gradient out of step {piece.stop - 1:,}, but not at the first steps, so "
+        "it would be lost; let it depend on the same things at each step, or pass advance_with_grad=True to a scan or "
+        "for loop, so that gradients are followed through every step"
+    )

@@ -7,6 +7,8 @@ the state, and what steps close over, is learned from the first steps, which `pr
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from lowtide.interface.progress import Progress
 from lowtide.torch.loops.inputs import Inputs
 from lowtide.torch.loops.outputs import Outputs
 from lowtide.torch.loops.proof import Proof
-from lowtide.torch.loops.pullback import LoopParts, Piece, Profile, Pullback, Shared
+from lowtide.torch.loops.pullback import LatestOutput, LoopParts, Piece, Profile, Pullback, Shared
 from lowtide.torch.loops.step import StepFunction, Stepper
 from lowtide.torch.memory import recording
 from lowtide.torch.memory.tracker import storage_bytes, tensors_of
@@ -96,9 +98,11 @@ class StepRunner:
         self.captured = Captured()
         self.profile = Profile([], [])
         self._flows_by_name: dict[str, bool] = {}  # by the names of positions, as in `profile`
+        self._usual_names: list[str] = []  # those of the positions
         self._form_varies = False  # whether hidden state had different numbers of tensors
         # While steps are taped one after another: through which positions of the current state gradients do flow.
         self._flags_now: list[bool] | None = None
+        self._flags_are_exact = True  # whether those of `_flags_now` are, and no guess
         self.final_flags: list[bool] = []  # of the final state, as far as steps before the last tape tell
         self._follows_flow = False  # whether that is wanted of all first runs, and not of the first steps alone
         self.first_flags: list[bool] = []  # which positions of the state before step 0 have a gradient
@@ -113,7 +117,7 @@ class StepRunner:
         ] = []  # leaves whose gradients the step itself adds to, by a backward of its own
 
         # The current state; a part of it is in the modules themselves.
-        self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in stepper.init]
+        self.leaves = _detached(stepper.init)
         self._form = stepper.first.form  # of the current carry
         self.carry = self._form.unflatten(self.leaves)
         self.last_output: list[Any] = []  # of the step that was taped last
@@ -148,13 +152,15 @@ class StepRunner:
             self.hidden.look()
         mark = self.random.mark() if self._first_runs or self._draws else self.random.start
         turn = self.stepper.turn
-        return Snapshot(self.leaves, self.hidden.read(), mark, self._flags_now, turn.resumed or not turn.again)
+        return Snapshot(
+            self.leaves, self.hidden.read(self.leaves), mark, self._flags_now, turn.resumed or not turn.again
+        )
 
     def resume(self, step: int, snapshot: Snapshot) -> None:
         """Make the state at `step` the current one."""
         self._set_carry(snapshot.leaves, self.stepper.before(step).form)
         self._flags_now, self.stepper.turn.resumed = snapshot.flags, snapshot.ready
-        self.hidden.write(snapshot.hidden)
+        self.hidden.write(snapshot.hidden, snapshot.leaves)
         if step and self.shared.stays:
             self.shared.resumed(step, self.state())
         if self._draws:
@@ -200,24 +206,26 @@ class StepRunner:
         if self.shared.stays:
             self.shared.moved(before, self.state())
 
-    def root_state(self, k: int) -> list[torch.Tensor | None]:
-        """Make the current state, that of step k, the root of a graph to come; returns its leaves by position."""
+    def root_state(self, k: int) -> list[GradientEdge | None]:
+        """Make the current state, that of step k, the root of a graph to come; returns where its gradients arrive."""
         before, count = self.state(), len(self.leaves)
         # A tensor that sits at several positions is one leaf, so that all it receives is added in one place.
-        starts: list[torch.Tensor | None] = []
         roots: dict[int, torch.Tensor] = {}
         for leaf, flag in zip(before, self._root_flags(k, len(before)), strict=True):
             if flag and is_differentiable(leaf) and id(leaf) not in roots:
                 roots[id(leaf)] = leaf.detach().requires_grad_()
-            starts.append(roots.get(id(leaf)))
-        self._set_carry([old if new is None else new for old, new in zip(self.leaves, starts[:count], strict=True)])
-        if any(start is not None for start in starts[count:]):
-            # What a step changes in place must not be a leaf.
-            rows = zip(before[count:], starts[count:], self.hidden.in_place(), strict=True)
-            self.hidden.replace([old if new is None else new.clone() if p else new for old, new, p in rows])
+        # Their edges are asked for at once: a step that has used a leaf may detach it in place.
+        edges = {key: edge_of(root) for key, root in roots.items()}
+        self._set_carry([roots.get(id(leaf), leaf) for leaf in self.leaves])
+        if not roots.keys().isdisjoint(map(id, before[count:])):
+            # What a step changes in place must not be a leaf; what the carry has it does not change.
+            rows = zip(before[count:], self.hidden.in_place(), strict=True)
+            changed = {id(leaf) for leaf, in_place in rows if in_place}.difference(map(id, before[:count]))
+            hidden = {key: root.clone() if key in changed else root for key, root in roots.items()}
+            self.hidden.replace([hidden.get(id(leaf), leaf) for leaf in before[count:]])
         if self.shared.stays:
             self.shared.moved(before, self.state())
-        return starts
+        return [edges.get(id(leaf)) for leaf in before]
 
     def _root_flags(self, k: int, positions: int) -> list[bool]:
         """For each position of the state before step k, whether gradients may flow through it."""
@@ -288,6 +296,7 @@ class StepRunner:
         # Which of those that have none now would have one with grad is not seen, so all of them may.
         may_flow = [True] * len(self.leaves) + self._hidden_flags()
         self._flags_now = [may and is_differentiable(leaf) for may, leaf in zip(may_flow, self.state(), strict=True)]
+        self._flags_are_exact = False
         self.detach_state()
 
     def _has_graph(self, k: int, carry: Any) -> bool:
@@ -341,7 +350,7 @@ class StepRunner:
             # Most of all runs are reruns with one tensor for an output. Of those only the edge is noted, once the first
             # output of the piece was seen to have that form.
             note = self._noting(piece, put=put) if self._first_runs or not self._wants_only_edges() else None
-            column = piece.outputs[0] if note is None and piece.outputs else None
+            only_edges = note is None and bool(piece.outputs)
             prove = self.proof.output
             f, walk, counts, xs = self.stepper.taping, self._walk, self._walk.node_counts, piece.xs
             k, carry, last = start, self.carry, self.length - 1
@@ -353,14 +362,13 @@ class StepRunner:
                 y = None  # the output of the step before is not held while this one runs
                 before = carry
                 carry, y = f(before, x)
-                if column is not None:
+                if only_edges:
                     prove(k, [y])
-                    if y.requires_grad:
-                        column.append((k, edge_of(y)))
+                    piece.add_edge(k, y)
                 elif note is not None:
                     note(k, carry, y)
                 else:
-                    column = self._first_edge(piece, k, y)
+                    only_edges = self._first_edge(piece, k, y)
                 began, mark = mark, now()
                 if ends is not None or mark - began not in counts:
                     self._check_graph(piece, k, before, carry, y, ends, began)
@@ -375,7 +383,9 @@ class StepRunner:
         if self._first_runs and not self._learning:
             self.hidden.look()
         since = now()  # before the root is made: nodes that this takes are the piece's own
-        return Piece(start, start, since, self.root_state(start), [], [], [])
+        starts = self.root_state(start)
+        exact = self._flags_are_exact and self._flags_now is not None and len(self._flags_now) == len(starts)
+        return Piece(start, start, since, starts, [], [], [], exact=exact)
 
     def _end_piece(self, piece: Piece, stop: int, y: Any) -> None:
         """The piece ends at `stop`, whose state is current; `y` is the output of its last step."""
@@ -385,6 +395,8 @@ class StepRunner:
         state = self.state()
         self.shared.note(stop, state, self.last_output)
         piece.stop, piece.ends = stop, edges_of(state)
+        usual = self._usual_names
+        piece.names = usual if len(usual) == len(state) else self._position_names()
         if self._first_runs and not self._learning:
             self._note_outputs(piece)
         if self._flags_now is not None or not piece.start:
@@ -400,7 +412,7 @@ class StepRunner:
 
     def _note_graph(self, piece: Piece) -> None:
         """Compare the graph of a piece of one step with that of its first run, or take note of it."""
-        ends = edge_set([*piece.starts, *piece.xs, *self.captured.tensors]).union(self.captured.edges)
+        ends = edge_set([*piece.xs, *self.captured.tensors]).union(self.captured.edges, piece.begin())
         ends.update(origin[0] for origin in self.hidden.origins() if origin is not None)
         outputs = [column[-1][1] if column and column[-1][0] == piece.stop - 1 else None for column in piece.outputs]
         carry, hidden = piece.ends[: len(self.leaves)], piece.ends[len(self.leaves) :]
@@ -414,12 +426,13 @@ class StepRunner:
         outputs = self.outputs
         return outputs.is_tensor and not (self.proof.always or outputs.in_step_order or self.shared.stays)
 
-    def _first_edge(self, piece: Piece, k: int, y: Any) -> list[tuple[int, GradientEdge]]:
-        """Note the edge of the first output of a piece, a single tensor; returns where those of the others go."""
+    def _first_edge(self, piece: Piece, k: int, y: Any) -> bool:
+        """Note the edge of the first output of a piece, a single tensor, as those of the others are noted then."""
         [leaf] = self.outputs.leaves(k, y)
         self.proof.output(k, [leaf])
-        piece.outputs = [[(k, edge_of(leaf))] if leaf.requires_grad else []]
-        return piece.outputs[0]
+        piece.outputs = [[]]
+        piece.add_edge(k, leaf)
+        return True
 
     def _noting(self, piece: Piece, *, put: bool) -> Callable[[int, Any, Any], None]:
         """What is done with the carry and the output of each step of a piece, where more is wanted than edges."""
@@ -431,6 +444,11 @@ class StepRunner:
             if watch is not None:
                 watch(k, carry)
             leaves = outputs.leaves(k, y)
+            if not in_order:  # else each was added up before it could be detached
+                piece.forget_cut_off()
+                piece.latest = [entry for entry in piece.latest if stays and entry.tensor() is not None]
+                rows = enumerate(leaves)
+                piece.latest += [LatestOutput(weakref.ref(leaf), m, k) for m, leaf in rows if has_gradient(leaf)]
             if stays:
                 self.shared.ran(k, leaves)
             if put:
@@ -465,8 +483,8 @@ class StepRunner:
             return
         # Not foreseen, or state that began to change inside this piece: all the way back to where the piece began.
         made = self._made_inside([*self.stepper.leaves(k - 1, before), *results])
-        ends = edge_set([*piece.starts, *piece.xs, *self.captured.targets, *made])
-        self._walk.check(k, results, ends.union(self.captured.edges), piece.since, self._since)
+        ends = edge_set([*piece.xs, *self.captured.targets, *made])
+        self._walk.check(k, results, ends.union(self.captured.edges, piece.begin()), piece.since, self._since)
 
     def _made_inside(self, results: list[Any]) -> list[torch.Tensor]:
         """Leaves among what a step was given and returned that steps have made (`x.detach().requires_grad_()`)."""
@@ -475,6 +493,11 @@ class StepRunner:
         ]
         outside = {id(tensor) for _, tensor in self._things.tensors()} if leaves else set()
         return [leaf for leaf in leaves if id(leaf) not in outside]
+
+    def has_made_leaves(self, piece: Piece | None) -> bool:
+        """Whether there are leaves in the current state that the piece ending there has made, not handed on."""
+        starts = [] if piece is None else piece.starts
+        return any(leaf.is_leaf and edge_of(leaf) not in starts for leaf in filter(has_gradient, self.state()))
 
     def check_tape(self, stop: int) -> None:
         """Compare the end of a tape with first runs, or take note of it; the last output is let go."""
@@ -518,8 +541,7 @@ class StepRunner:
         finals = self.state()
         self.final_flags = self._root_flags(self.length, len(finals))
         self.forget_carry()
-        detached = {id(leaf): leaf.detach() for leaf in finals if isinstance(leaf, torch.Tensor)}
-        return [detached.get(id(leaf), leaf) for leaf in finals]
+        return _detached(finals)
 
     def results(self, finals: list[Any]) -> list[Any]:
         """The results of outputs; where the last output is all that counts and part of the final state, it is that."""
@@ -593,7 +615,7 @@ class StepRunner:
 
         `flags` tell through which positions of that state gradients can come back; by default through all.
         """
-        return Pullback(self._parts, length, self._position_names, grads, xs, flags)
+        return Pullback(self._parts, length, grads, xs, flags)
 
     def pulled(self, piece: Piece) -> None:
         """A piece was pulled back."""
@@ -638,7 +660,7 @@ class StepRunner:
         origins = self.hidden.origins()
         self.first_flags += [origin is not None for origin in origins]
         self._learn_flow(piece, self.begin)
-        given = edge_set([*piece.starts, *piece.xs, *self._made_inside([*self.state(), *self.last_output])])
+        given = edge_set([*piece.xs, *self._made_inside([*self.state(), *self.last_output])]).union(piece.begin())
         given.update(origin[0] for origin in origins if origin is not None)
         self._capture(piece, given, watch, captures)
         self._find_given(piece, origins)
@@ -653,9 +675,11 @@ class StepRunner:
 
         The graph that made it may have been freed by a backward, and would be kept alive by this loop's.
         """
-        carry = edges_of(piece.starts[: len(self.stepper.init)])
+        carry = piece.starts[: len(self.stepper.init)]
         reached = strangers(piece.roots(), set(self.captured.edges), piece.since)
-        self.given_flags = [edge in reached for edge in (*carry, *(origin and origin[0] for origin in origins))]
+        # One that sits in several places is given once: its gradient comes back at the first.
+        firsts = [edge if carry.index(edge) == k else None for k, edge in enumerate(carry)]
+        self.given_flags = [edge in reached for edge in (*firsts, *(origin and origin[0] for origin in origins))]
 
     def learn(self, piece: Piece, snapshots: list[Snapshot]) -> bool:
         """Learn from a later step; returns whether gradients flow through the same parts of the state as before it.
@@ -733,7 +757,7 @@ class StepRunner:
 
     def snapshot_copied(self) -> Snapshot:
         """The current state, copied, as long as it is not known what steps change in place."""
-        return Snapshot(self.leaves, self.hidden.read(copy=True), self.random.mark(), self._flags_now)
+        return Snapshot(self.leaves, self.hidden.read(self.leaves, copy=True), self.random.mark(), self._flags_now)
 
     def put_last(self, k: int) -> None:
         """Hand over the output of step k, which was taped last."""
@@ -750,14 +774,25 @@ class StepRunner:
 
         Where it is not settled through which parts of it gradients flow, that is followed at every step.
         """
-        if not settled:
+        if not settled or self._may_begin():
             self.follow_flow()
         self.let_go()
         self.hidden.settle()
+        self._usual_names = self._position_names()
         if not self.hidden.may_collect():  # else outputs may come to stay in the state later
             self.shared.settle()
         self._learning = False
         self.find_moving()
+
+    def _may_begin(self) -> bool:
+        """Whether there are outputs that had no gradient so far and may have one later, as after a burn-in.
+
+        Whether the result has one has to be known before the backward, and only steps that run with grad tell.
+        """
+        if self.outputs.only_last or not self.differentiated():
+            return False
+        rows = zip(self.last_output, self.profile.outputs, strict=False)
+        return any(is_differentiable(leaf) and not flag for leaf, flag in rows)
 
     def find_moving(self) -> None:
         """Find out what outside has moved while steps ran so far; from here on graphs are compared if anything has."""
@@ -810,14 +845,18 @@ class StepRunner:
         """It is not settled through which parts of the state gradients flow: find out at every step, with its tape."""
         self._follows_flow = self._tapes_always = True
 
-    def let_flow(self, positions: list[int]) -> bool:
-        """Gradients flow through positions of the state where none were seen to; False if that was known."""
-        names = self._position_names()
-        known = all(self._flows_by_name.get(names[k], False) for k in positions)
+    def let_flow(self, positions: list[int], names: list[str]) -> bool:
+        """Gradients flow through positions of the state where none were seen to; False if that was known.
+
+        `names` are those of all positions of that state, which may have another form than it has now.
+        """
+        flags, by_name = self.profile.state, self._flows_by_name
+        by_position = len(flags) == len(names) and not self._form_varies
+        known = all(flags[k] if by_position else by_name.get(names[k], False) for k in positions)
         for k in positions:
-            self._flows_by_name[names[k]] = True
-            if k < len(self.profile.state):
-                self.profile.state[k] = True
+            by_name[names[k]] = True
+            if k < len(flags):
+                flags[k] = True
         return not known
 
     def end_at(self, length: int) -> None:
@@ -836,10 +875,18 @@ class StepRunner:
         return form.unflatten(finals[: form.size])
 
 
+def _detached(leaves: list[Any]) -> list[Any]:
+    """The leaves without their graph; a tensor that sits in several places stays one tensor."""
+    detached = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return [detached.get(id(leaf), leaf) for leaf in leaves]
+
+
 def _refuse_objects(carry: Any) -> None:
     """Refuse a carry with objects that have tensors with a gradient, of which the loop would see nothing."""
     for leaf in leaves_of(carry):
         parts = [] if isinstance(leaf, torch.Tensor | nn.Module) else list(getattr(leaf, "__dict__", {}).values())
+        if isinstance(leaf, dict | list | tuple | deque):  # of a class of the user's
+            parts += leaf.values() if isinstance(leaf, dict) else leaf
         if any(tensor.requires_grad for tensor in tensors_of(parts)):
             kind = type(leaf).__name__
             raise CheckpointError(

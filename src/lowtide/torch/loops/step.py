@@ -242,7 +242,9 @@ class Stepper:
     def _learn(self, carry: Any) -> None:
         """Learn from what step 0 returned which form all carries have from there on."""
         self._learning = False
-        if not self.first.fits(carry) and self.first.may_become(form := CarryForm(carry)):
+        form = CarryForm(carry)
+        # With the same names in another order, dictionaries are handed on in that order: a step may go through them.
+        if form.names != self.first.names if self.first.fits(carry) else self.first.may_become(form):
             self.later = form
 
 

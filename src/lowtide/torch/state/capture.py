@@ -57,6 +57,11 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     return GradientEdge(above.next_functions[0][0], 0)
 
 
+def is_cut_off(edge: Any) -> bool:
+    """Whether the leaf whose gradient arrives there was detached in place since (`h.detach_()`)."""
+    return not edge.node.variable.requires_grad
+
+
 def edges_of(leaves: list[Any]) -> list[GradientEdge | None]:
     """Where the gradient of each leaf enters the graph that made it; None where none does."""
     return [edge_of(leaf) if has_gradient(leaf) else None for leaf in leaves]
@@ -68,7 +73,7 @@ def edge_set(leaves: list[Any]) -> set[GradientEdge]:
 
 
 def gradients(
-    roots: list[Any], wanted: list[torch.Tensor], cotangents: list[torch.Tensor], *, keep: bool
+    roots: list[Any], wanted: list[Any], cotangents: list[torch.Tensor], *, keep: bool
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad` with None for what is not reached, without its checks of every single root.
 
@@ -163,7 +168,7 @@ def pulled(
     captured = Captured()
     captured.targets = [edge.node.variable for edge in others if hasattr(edge.node, "variable")]
     with captured.without_hooks():
-        results = gradients([seed], [*wanted, *others], [_ONE], keep=False)  # type: ignore[list-item]
+        results = gradients([seed], [*wanted, *others], [_ONE], keep=False)
     return results[: len(wanted)], results[len(wanted) :]
 
 

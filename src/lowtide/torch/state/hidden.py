@@ -53,7 +53,8 @@ class _Record:
         self.structure = Structure(self.values, self.tensors, found)
         self.generators = [thing for thing in found if isinstance(thing, GENERATORS)]
         self.versions = list(map(_version, self.tensors))
-        self.copies = [_copied(tensor) if _is_readable(tensor) else None for tensor in self.tensors]
+        copied = _Copier()
+        self.copies = [copied(tensor) if _is_readable(tensor) else None for tensor in self.tensors]
         self._sums: list[Sample] = [0] * len(self.tensors)  # of those whose copies were let go
         # Tensors with a history: where it ends, and a tensor that still has it when the step has changed this one.
         self.origins = [(edge_of(t), t.clone()) if _has_history(t) else None for t in self.tensors]
@@ -104,6 +105,9 @@ class _Record:
         for number, (tensor, copy) in enumerate(zip(self.tensors, self.copies, strict=True)):
             if copy is not None and self._has_other_contents(number):
                 tensor.data.copy_(copy)
+            if tensor.requires_grad and self.origins[number] is None and not _is_trained(tensor):
+                # What a step with grad has written to is part of its graph. A view cannot leave that in place.
+                self.tensors[number] = tensor.detach() if tensor._is_view() else tensor.detach_()
         if changed := self.replaced():
             values = self.structure.put_back(self.tensors)
             for place in changed:
@@ -336,34 +340,41 @@ class Hidden:
         tensors: list[torch.Tensor] = []
         return Structure([entry.slot.get() for entry in self._carried], tensors), tensors
 
-    def read(self, *, copy: bool = False) -> HiddenState:
-        """The present values. Tensors that steps change in place are copied, the others only with `copy`."""
+    def read(self, carry: Iterable[Any], *, copy: bool = False) -> HiddenState:
+        """The present values. Tensors that steps change in place are copied, the others only with `copy`.
+
+        Those that are leaves of the `carry` too are not: no step changes them.
+        """
         if not self._carried:
             return HiddenState()
         structure, tensors = self._present()
         structure.forget_originals()
-        for place, entry in enumerate(self._carried):
-            if entry.in_place or copy:
-                for number in structure.row(place):
-                    tensors[number] = _copied(tensors[number])
-        return HiddenState([_Part(structure, list(range(len(self._carried))), dict(enumerate(tensors)))])
+        rows = ((entry, structure.row(place)) for place, entry in enumerate(self._carried))
+        changed = {id(tensors[number]) for entry, row in rows if entry.in_place or copy for number in row}
+        changed -= set(map(id, carry))
+        copied = _Copier()
+        held = {k: copied(tensor) if id(tensor) in changed else tensor for k, tensor in enumerate(tensors)}
+        return HiddenState([_Part(structure, list(range(len(self._carried))), held)])
 
-    def write(self, state: HiddenState) -> None:
-        """Put a snapshot's values into the slots, in containers of their own."""
+    def write(self, state: HiddenState, carry: Iterable[Any] = ()) -> None:
+        """Put a snapshot's values into the slots, in containers of their own; `carry` has the leaves beside them."""
+        if not self._carried:
+            return
         entries = iter(self._carried)
+        copied, kept = _Copier(), set(map(id, carry))
         for part in self.complete(state).parts:
             mine = [next(entries) for _ in part.places]
-            tensors = dict(part.tensors)
             for entry, place in zip(mine, part.places, strict=True):
                 for number in part.structure.row(place):
-                    if _version(tensors[number]) != part.versions[number]:
+                    if _version(part.tensors[number]) != part.versions[number]:
                         raise CheckpointError(
                             f"{entry.slot.label} was changed in place at a later step but not at the first ones, so "
                             f"its snapshots are spoilt; assign a new tensor instead, or name it: "
                             f"hidden=({entry.slot.label!r},)"
                         )
-                    if entry.in_place:
-                        tensors[number] = _copied(tensors[number])
+                    if entry.in_place and id(part.tensors[number]) not in kept:
+                        copied(part.tensors[number])
+            tensors = {number: copied.of(tensor) for number, tensor in part.tensors.items()}
             for entry, value in zip(mine, part.structure.values(tensors, part.places), strict=True):
                 entry.slot.set(value)
 
@@ -455,6 +466,22 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return tensor if tensor.requires_grad else nn.Parameter(tensor.detach().clone(), requires_grad=False)
     return tensor.detach().clone()
+
+
+class _Copier:
+    """Copies tensors. One that sits in several places stays one tensor."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = (tensor, _copied(tensor))
+        return self.of(tensor)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor that was copied, and else the tensor itself."""
+        return self._made.get(id(tensor), (tensor, tensor))[1]
 
 
 # --- runs for the sake of measuring, which leave no trace in modules
