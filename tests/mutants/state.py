@@ -45,7 +45,7 @@ STATE = (
     Mutant(
         "a rerun writes into its snapshot",
         "torch/state/hidden.py",
-        "                        copied(tensors[number])\n",
+        "                        copied(part.tensors[number])\n",
         "                        pass\n",
         (f"{_STATE}/test_hidden.py::test_batch_norm_is_updated_once_for_each_step",),
     ),
