@@ -143,15 +143,22 @@ def checkpoint(
                 result = function(*args, **kwargs)
         finally:
             call.end(stack)
-    except RecursionError as error:
-        _refuse_depth(len(stack), error)
+    except RuntimeError as error:  # RecursionError is one
+        _explain(error, len(stack))
+        raise
     call.finish()
     return result  # type: ignore[no-any-return]
 
 
-def _refuse_depth(depth: int, error: RecursionError) -> NoReturn:
-    if depth < 20:  # the function's own recursion, not nested checkpoint calls
-        raise error
+def _explain(error: RuntimeError, depth: int) -> None:
+    """Say what an error has to do with checkpoint calls, `depth` of which are nested."""
+    if "saved tensor hooks" in str(error) and not hasattr(error, "__notes__"):  # or an inner call has said it
+        error.add_note(
+            "this was called inside lowtide.torch.checkpoint, which needs such hooks: take the transform out of the "
+            "call or put the call inside it, or use torch.autograd.grad(..., create_graph=True)"
+        )
+    if not isinstance(error, RecursionError) or depth < 20:  # or it is the function's own recursion
+        return
     raise CheckpointError(
         f"checkpoint calls are nested {depth:,} deep, and Python's stack of {sys.getrecursionlimit():,} frames is "
         "full; nest fewer of them, or raise sys.setrecursionlimit"

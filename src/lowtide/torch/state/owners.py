@@ -446,7 +446,8 @@ def _hook(change: int) -> None:
 
 def begin_meeting(owners: Owners) -> None:
     """From now on, modules that this thread calls are noted before they run, until `end_meeting`."""
-    owners._hooked = owners.meets
+    # A hook of a call around this one is there too, and has to be in a rerun, which may come without that call's.
+    owners._hooked = owners.meets or _users > 0
     _hook(owners._hooked)
     _meeting.owners.append(owners)
 
