@@ -604,7 +604,7 @@ class _Call:
         args: list[Any],
         kwargs: dict[str, Any],
     ) -> None:
-        stack, grad = _thread.calls, torch.is_grad_enabled()
+        stack, grad, around = _thread.calls, torch.is_grad_enabled(), _thread.has_stopped
         stack.append((self, True))
         self.reached = 0
         with recording.recomputing():
@@ -622,6 +622,7 @@ class _Call:
                 _pop_hooks()
                 _set_grad(grad)
                 stack.pop()
+                _thread.has_stopped = around  # this may be inside another rerun, which goes on
 
     # --- what went wrong
 
