@@ -141,3 +141,31 @@ KINDS = [
 def test_gradients_taken_inside(kinds: Any, arrange: Callable[..., Any], options: dict[str, Any], data: bool) -> None:
     found = trained(lambda function, x: lt.checkpoint(function, x, **options), arrange, kinds, data)
     same(found, trained(plainly, in_a_row, kinds, data))
+
+
+def drawn(layers: list[nn.Module], draw: random.Random) -> Function:
+    """The layers in calls of several kinds, one inside another, as the draw has it."""
+    if len(layers) == 1 or draw.random() < 0.2:
+        return in_a_row(layers)
+    cut = draw.randint(1, len(layers) - 1)
+    parts = [drawn(part, draw) for part in (layers[:cut], layers[cut:])]
+    calls = [draw.choice((lt.checkpoint, lt.checkpoint, lt.lean, plainly)) for _ in parts]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for call, part in zip(calls, parts, strict=True):
+            x = call(part, x)
+        return x
+
+    return run
+
+
+SEEDS = [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 400))]
+
+
+@pytest.mark.filterwarnings("ignore:.*keep their whole tape")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drawn_nests(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = tuple(draw.choices([Slope, Remembers, Counts, Balances], k=draw.randint(2, 6)))
+    found = trained(lt.checkpoint, lambda layers: drawn(layers, random.Random(seed)), kinds, seed % 2 == 0)
+    same(found, trained(plainly, in_a_row, kinds, seed % 2 == 0))
