@@ -1071,6 +1071,16 @@ def test_torch_func_inside_it_is_right_or_an_error() -> None:
     same(found, torch.autograd.grad(function(x).sum(), [x, w]))
 
 
+def test_torchs_refusal_of_torch_func_inside_it_says_once_what_to_do() -> None:
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: x.sin().sum())(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
+        lt.checkpoint(lambda x: lt.checkpoint(slope, x), drawn_leaf(3))
+    (note,) = caught.value.__notes__
+    assert "take the transform out of the call" in note
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_forward_mode_passes_through() -> None:
     x = drawn_leaf(3).detach()
@@ -1236,6 +1246,26 @@ def test_a_compiled_module_inside_a_checkpoint() -> None:
     y = lt.checkpoint(compiled, x)
     found = torch.autograd.grad(y.square().sum(), [x, *net.parameters()])
     same(found, torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()]))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_module_in_a_call_inside_another() -> None:
+    """The outer call's hook on modules is there in the first run of the inner one, and compiled code depends on it."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.norm(x)  # type: ignore[no-any-return]
+
+    net, x = Residual(), drawn_leaf(2, 3)
+    expected = torch.autograd.grad(net(x * 2).square().sum(), [x, *net.parameters()])
+    net.compile(backend="aot_eager")
+    y = lt.checkpoint(lambda x: lt.checkpoint(net, x * 2), x)
+    same(torch.autograd.grad(y.square().sum(), [x, *net.parameters()]), expected)
 
 
 def test_the_operation_that_saved_something_else_is_named() -> None:

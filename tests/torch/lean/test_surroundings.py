@@ -373,6 +373,19 @@ def test_transforms_inside_are_refused_and_lean_is_named() -> None:
     assert "called by lean" in caught.value.__notes__[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*keep their whole tape")
+def test_operations_that_save_other_tensors_while_they_are_traced() -> None:
+    """The rerun of a first call, which was traced, saves what that saved; `ctc_loss` does something else in modes."""
+    x, targets, lengths = drawn_leaf(7, 2, 5), torch.tensor([[1, 2], [3, 1]]), torch.tensor([7, 6])
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.ctc_loss(x.tanh().log_softmax(-1), targets, lengths, torch.tensor([2, 1]))
+
+    expected = torch.autograd.grad(function(x), x)
+    for _ in range(2):
+        same(torch.autograd.grad(lt.checkpoint(lambda x: lt.lean(function, x), x), x), expected)
+
+
 @pytest.mark.filterwarnings("error")
 def test_another_default_dtype_is_traced_anew() -> None:
     x = drawn_leaf(40)

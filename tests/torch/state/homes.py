@@ -92,6 +92,12 @@ def _add(numbers: set[int]) -> int:
     return len(numbers) - 1
 
 
+def _next_of_cycle(cycle: Any) -> int:
+    """The next number, from a copy of the iterator inside: a copy of the cycle itself would share that, and move it."""
+    (inside,) = cycle.__reduce__()[1]
+    return int(next(copy.copy(inside)))
+
+
 def _rotate(row: deque[int]) -> int:
     row.rotate(-1)
     return row[-1]
@@ -308,7 +314,7 @@ THINGS = {
     "tensor, changed through its data": Thing(lambda: torch.zeros((), dtype=torch.int64), _through_data, int),
     "itertools.count": Thing(itertools.count, next, lambda it: next(copy.copy(it))),
     "iterator of a list": Thing(lambda: iter(list(range(MOST_CALLS))), next, lambda it: it.__length_hint__()),
-    "itertools.cycle": Thing(lambda: itertools.cycle(range(MOST_CALLS)), next, lambda it: next(copy.copy(it))),
+    "itertools.cycle": Thing(lambda: itertools.cycle(range(MOST_CALLS)), next, _next_of_cycle),
     "generator function": Thing(_yielding, next, lambda it: it.gi_frame.f_locals.get("number")),
     "scheduler of one's own": Thing(
         lambda: Scheduler(lambda epoch: 1 / (1 + epoch)), lambda schedule: int(schedule.step()), lambda it: it.epoch

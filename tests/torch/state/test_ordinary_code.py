@@ -14,11 +14,12 @@ import logging
 import re
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import snntorch
 import torch
@@ -137,6 +138,38 @@ def written_number(core: Core) -> Ordinary:
         assert calls >= at_least
 
     return Ordinary(function, check)
+
+
+def counter_of_kinds(core: Core) -> Ordinary:
+    """How often each kind of call is made, in a container that the standard library has for it."""
+    kinds: Counter[str] = Counter(calls=0)
+
+    def function(*args: Any) -> Any:
+        kinds["calls"] += 1
+        return core(*args)
+
+    return Ordinary(function)
+
+
+def running_total(core: Core) -> Ordinary:
+    """A sum for a report, as a tensor, so that nothing waits for a device."""
+    total = torch.zeros(())
+
+    def function(*args: Any) -> Any:
+        total.add_(args[0].detach().mean())
+        return core(*args)
+
+    return Ordinary(function)
+
+
+def histogram(core: Core) -> Ordinary:
+    seen = np.zeros(4, dtype=np.int64)
+
+    def function(*args: Any) -> Any:
+        seen[int(args[0].detach().abs().sum()) % 4] += 1
+        return core(*args)
+
+    return Ordinary(function)
 
 
 def timer(core: Core) -> Ordinary:
@@ -429,6 +462,9 @@ ORDINARY = [
     meter,
     global_meter,
     written_number,
+    counter_of_kinds,
+    running_total,
+    histogram,
     timer,
     module_with_timer,
     guarded_counter,
@@ -570,7 +606,14 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 
 
 # Loops compare graphs where a counter moves. Outside them it may steer the next call, which nothing would show.
-COUNTING = {meter: "losses.count", global_meter: "METER.count", written_number: "calls"}
+COUNTING = {
+    meter: "losses.count",
+    global_meter: "METER.count",
+    written_number: "calls",
+    counter_of_kinds: "kinds['calls']",
+    running_total: "total",
+    histogram: "seen",
+}
 SILENT = [(make, end) for make in ORDINARY for end in FRONT_ENDS if end == "loop" or make not in COUNTING]
 
 

@@ -147,15 +147,22 @@ def checkpoint(
                     result = function(*args, **kwargs)
         finally:
             call.end(stack)
-    except RecursionError as error:
-        _refuse_depth(len(stack), error)
+    except RuntimeError as error:  # RecursionError is one
+        _explain(error, len(stack))
+        raise
     call.finish()
     return result  # type: ignore[no-any-return]
 
 
-def _refuse_depth(depth: int, error: RecursionError) -> NoReturn:
-    if depth < 20:  # the function's own recursion, not nested checkpoint calls
-        raise error
+def _explain(error: RuntimeError, depth: int) -> None:
+    """Say what an error has to do with checkpoint calls, `depth` of which are nested."""
+    if "saved tensor hooks" in str(error) and not hasattr(error, "__notes__"):  # or an inner call has said it
+        error.add_note(
+            "this was called inside lowtide.torch.checkpoint, which needs such hooks: take the transform out of the "
+            "call or put the call inside it, or use torch.autograd.grad(..., create_graph=True)"
+        )
+    if not isinstance(error, RecursionError) or depth < 20:  # or it is the function's own recursion
+        return
     raise CheckpointError(
         f"checkpoint calls are nested {depth:,} deep, and Python's stack of {sys.getrecursionlimit():,} frames is "
         "full; nest fewer of them, or raise sys.setrecursionlimit"
@@ -618,7 +625,7 @@ class _Call:
         kwargs: dict[str, Any],
     ) -> None:
         thread, grad = recording.this_thread, torch.is_grad_enabled()
-        was_recomputing = thread.recomputing
+        was_recomputing, around = thread.recomputing, _thread.has_stopped
         thread.running.append((self, True))
         self.reached = 0
         _set_grad(True)
@@ -637,6 +644,7 @@ class _Call:
             _set_grad(grad)
             thread.recomputing = was_recomputing
             thread.running.pop()
+            _thread.has_stopped = around  # this may be inside another rerun, which goes on
 
     # --- what went wrong
 

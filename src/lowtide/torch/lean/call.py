@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
@@ -205,6 +206,7 @@ class _Decision(NamedTuple):
     key: Hashable
     recipe: Recipe
     doubt: Doubt
+    traced: bool  # under modes, which have some operations save other tensors: `ctc_loss`, for one
 
 
 _PLAINLY = object()  # the decision to call a function as it is
@@ -278,7 +280,8 @@ class _Kind:
         guards, variant = found.guards, found.variant
         if isinstance(again, _Decision) and again.key == guards.key:
             # What was learned since would have the rerun of a checkpoint call save other tensors than its first run.
-            return self._follow(again.recipe, again.doubt, function, args, kwargs, guards)[0]
+            with tracing(Tracer()) if again.traced else nullcontext():
+                return self._follow(again.recipe, again.doubt, function, args, kwargs, guards)[0]
         if variant is None:
             if len(self._variants) >= _MOST_VARIANTS:
                 self._say("goes another way for each of many numbers that it is given or keeps")
@@ -286,11 +289,11 @@ class _Kind:
                 return function(*args, **kwargs)
             result, variant, lean_tape = self._trace(function, args, kwargs, guards)
             recipe = self._recipe(variant, tape)
-            recording.remember(_Decision(guards.key, recipe, variant.doubt))
+            recording.remember(_Decision(guards.key, recipe, variant.doubt, traced=True))
             lean_tape.close_traced(recipe, guards.tensors, variant.doubt)
             return result
         recipe = self._recipe(variant, tape)
-        recording.remember(_Decision(guards.key, recipe, variant.doubt))
+        recording.remember(_Decision(guards.key, recipe, variant.doubt, traced=False))
         result, lean_tape = self._follow(recipe, variant.doubt, function, args, kwargs, guards)
         self._learn_from(lean_tape, variant)
         return result

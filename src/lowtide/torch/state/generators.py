@@ -299,12 +299,13 @@ class Generators:
 class _StartingThere:
     """See `Generators.again`; a class, because it is entered at every rerun and a generator function takes longer."""
 
-    __slots__ = ("_held", "_marks", "_shared", "_signs", "_torchs")
+    __slots__ = ("_followed", "_held", "_known", "_marks", "_shared", "_signs", "_torchs")
 
     def __init__(self, signs: Signs | None, shared: list[_Mark], followed: list[_Mark]) -> None:
         self._signs = signs  # None where the shared ones are not where they were
         self._shared = shared
-        self._marks = followed
+        self._marks = self._followed = followed
+        self._known = len(followed)
         self._held: list[Any] = []
 
     def __enter__(self) -> None:
@@ -319,9 +320,12 @@ class _StartingThere:
 
     def __exit__(self, *_: object) -> None:
         if self._marks:
-            for (source, state), held in zip(self._marks, self._held, strict=True):
+            for (source, state), held in zip(self._marks, self._held, strict=False):
                 if held is not state or source.read(state) is not state:
                     source.write(held)
+            # The rerun of a first run that is not over may go further, and be the first to find a generator.
+            for source, state in self._followed[self._known :]:
+                source.write(state)
         if self._signs is not None:
             with _one_at_a_time:
                 _write_torchs(self._torchs)

@@ -181,7 +181,8 @@ class StructureNote(Note):
     def put_back(self, held: list[torch.Tensor]) -> Any:
         """Put copies of what was there into the places."""
         now = [place.get() for place in self._places]
-        self.undo(self._structure.values([_resolved(tensor, held) for tensor in self._tensors]))
+        tensors = self._tensors or self.tensors  # a backward inside the function comes before it is settled
+        self.undo(self._structure.values([_resolved(tensor, held) for tensor in tensors]))
         return now
 
     def undo(self, now: Any) -> None:

@@ -81,7 +81,7 @@ def _steady_of(module: nn.Module) -> set[str]:
 class Owners:
     """Notes of one call. Make it, `find_call`, run between `begin_meeting` and `end_meeting`, `finish`."""
 
-    __slots__ = ("_called", "_hooked", "_notes", "_odd", "_roots", "_seen", "follow", "is_lazy", "meets")
+    __slots__ = ("_called", "_hooked", "_notes", "_odd", "_roots", "_seen", "_undo", "follow", "is_lazy", "meets")
 
     def __init__(self, follow: Callable[[Any], None]) -> None:
         self.follow = follow  # is handed every random generator
@@ -94,6 +94,7 @@ class Owners:
         self._notes: list[Note] = []
         self._odd: list[Place] = []  # of attributes that are more than numbers, to be noted together
         self._roots: list[nn.Module] = []  # for messages
+        self._undo: list[tuple[Note, Any]] | None = None  # in a rerun: each note, and what it has put aside
 
     # --- finding
 
@@ -281,6 +282,8 @@ class Owners:
             for thing in found:
                 if isinstance(thing, _HELD):
                     self.find(thing, 1)
+        if self._undo is not None:  # the rerun of a first run that is not over has gone further than that
+            self._undo += [(note, note.put_back([])) for note in self._notes[len(self._undo) :]]
 
     def _note_tensor(self, tensor: torch.Tensor, most: float, steady: tuple[set[str], str] | None = None) -> None:
         if may_be_copied(tensor, most):
@@ -339,12 +342,18 @@ class Owners:
         Yields tensors that will have other values then, which were written in place since, as their versions tell.
         """
         undo: list[tuple[Note, Any]] = []
+        around, self._undo = self._undo, None
+        # Where a backward inside a function brings the rerun about, calls whose first runs are not over wait for it:
+        # the modules that are called now are none of theirs.
+        waiting, _meeting.owners = _meeting.owners, [self] if self in _meeting.owners else []
         _hook(self._hooked)  # it is a part of how it was: compiled code depends on whether there are hooks
         try:
             for note in tuple(self._notes):
                 undo.append((note, note.put_back(held)))
+            self._undo = undo
             yield [tensor for note, now in undo if now is not None and (tensor := note.rewritten()) is not None]
         finally:
+            self._undo, _meeting.owners = around, waiting
             _hook(-self._hooked)
             for note, now in reversed(undo):  # two of them may share their memory
                 note.undo(now)
@@ -450,7 +459,8 @@ def _hook(change: int) -> None:
 
 def begin_meeting(owners: Owners) -> None:
     """From now on, modules that this thread calls are noted before they run, until `end_meeting`."""
-    owners._hooked = owners.meets
+    # A hook of a call around this one is there too, and has to be in a rerun, which may come without that call's.
+    owners._hooked = owners.meets or _users > 0
     _hook(owners._hooked)
     _meeting.owners.append(owners)
 

@@ -24,7 +24,7 @@ import types
 import warnings
 import weakref
 from array import array
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from lowtide.torch.state.generators import KINDS as GENERATORS
+from lowtide.torch.state.notes import may_be_copied
 from lowtide.torch.state.samples import sample_of
 from lowtide.torch.state.structure import (
     MODULE_INTERNALS,
@@ -288,12 +289,12 @@ class Things:
         """Names of the values that are tensors or have tensors in them, with each of these."""
         return ((name, part) for name, value in self.values() for part in _tensors_in(value))
 
-    def counts(self) -> dict[str, float]:
+    def counts(self) -> dict[str, Any]:
         """Numbers of the user's own among them, by name: not those of a progress bar's class that is installed."""
-        found: dict[str, float] = {}
+        found: dict[str, Any] = {}
         theirs: tuple[str, ...] = ()
         for name, value in self.values():
-            if is_installed(type(value).__module__):
+            if is_installed(type(value).__module__) and not isinstance(value, _ARRAYS):
                 theirs += (f"{name}.",)
             elif not name.startswith(theirs):
                 found.update(_counts_in(name, value))
@@ -340,12 +341,29 @@ def _put_back_variables(function: types.FunctionType, before: Look) -> None:
             space[name] = before[name]
 
 
-def _counts_in(name: str, value: Any) -> dict[str, float]:
-    """A number, or the whole ones in a small dictionary or list, by name; others there are the latest of something."""
-    if type(value) in (dict, list) and len(value) <= _MOST_FOUND:
+_ARRAYS = (np.ndarray, torch.Tensor)
+_TABLES = frozenset({dict, list, defaultdict, Counter, OrderedDict})
+
+
+def _counts_in(name: str, value: Any) -> dict[str, Any]:
+    """A number, or the whole ones in a small container or array, by name; others there are the latest of something."""
+    if isinstance(value, _ARRAYS):
+        return {name: repr(value.tolist())} if _is_counter(value) else {}  # as text, where even nan is itself
+    if type(value) in _TABLES and len(value) <= _MOST_FOUND:
         entries = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
         return {f"{name}[{key!r}]": part for key, part in entries if type(part) is int}
     return {name: value} if type(value) in (int, float) else {}
+
+
+def _is_counter(array_: Any) -> bool:
+    """Whether a tensor or an array of numpy's is one number, or a few whole ones, that can be read without waiting."""
+    if isinstance(array_, torch.Tensor):
+        if not array_.is_cpu or not may_be_copied(array_):
+            return False
+        is_whole, size = not (array_.is_floating_point() or array_.is_complex()), array_.numel()
+    else:
+        is_whole, size = array_.dtype.kind in "iu", array_.size if array_.dtype.kind in "iuf" else 0
+    return size == 1 or (is_whole and size <= _MOST_FOUND)
 
 
 def _is_count(value: Any) -> bool:
