@@ -58,11 +58,12 @@ def test_only_reruns_are_told_that_they_are(knob: str) -> None:
     asking = Asking()
     with lt.record(memory=False) as receipt:
         loss = asking.forward(**KNOBS[knob])
-        assert asking.run_again() == 0
+        # Within a budget that a heavier step might not fit, some steps are measured before they run for the plan.
+        assert asking.run_again() == receipt.probe_runs == (8 if knob == "small budget" else 0)
         assert not lt.is_recomputing()
         loss.backward()
     assert not lt.is_recomputing()
-    assert asking.run_again() == receipt.plain_runs + receipt.taping_runs - LENGTH
+    assert asking.run_again() == receipt.probe_runs + receipt.plain_runs + receipt.taping_runs - LENGTH
 
 
 def test_nothing_is_a_rerun_without_grad_or_in_plain_loops() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.errors import CheckpointError
 from lowtide.torch.memory.accelerators import is_of_host
@@ -305,6 +306,11 @@ def may_be_copied(tensor: torch.Tensor, most: float = SMALL) -> bool:
         and not tensor.is_inference()
         and 0 not in tensor.stride()
     )
+
+
+def has_version(tensor: torch.Tensor) -> bool:
+    """Whether torch counts how often the tensor is written to."""
+    return not tensor.is_inference() and not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def is_changed(tensor: torch.Tensor, version: int, copy: torch.Tensor) -> bool:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_modules
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
@@ -37,13 +36,14 @@ from lowtide.torch.state.notes import (
     Note,
     StructureNote,
     VersionsNote,
+    has_version,
     may_be_copied,
     needs_grad,
     notes_of,
 )
 from lowtide.torch.state.plain_modules import plain_modules
 from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, Entry, Place, is_foreign, is_plain_object, own_places
-from lowtide.torch.state.surroundings import bound_in, named_by, names_in
+from lowtide.torch.state.surroundings import bound_in, generators_named_in, names_in
 
 _ANY = float("inf")
 _MOST_DEPTH = 8  # of containers and objects in each other
@@ -190,7 +190,7 @@ class Owners:
                 owned += [
                     p
                     for p in module._parameters.values()
-                    if p is not None and _has_version(p) and (p.requires_grad or not may_be_copied(p, SMALL))
+                    if p is not None and has_version(p) and (p.requires_grad or not may_be_copied(p, SMALL))
                 ]
                 pending += [child for child in module._modules.values() if child is not None]
         if owned:
@@ -203,7 +203,7 @@ class Owners:
             module = pending.pop()
             if id(module) in self._seen:
                 continue
-            plain = plain_modules(module, _has_more_to_note)
+            plain = plain_modules(module)
             if plain is not None:
                 self._notes.append(plain)
                 self._seen.update(plain.ids)
@@ -247,7 +247,7 @@ class Owners:
             if buffer is not None and id(buffer) not in self._seen:
                 self._seen.add(id(buffer))
                 self._note_tensor(buffer, SMALL if name in steady else _ANY, (steady, name))
-        for generator in _generators_named_in(type(module)):
+        for generator in generators_named_in(type(module)):
             self.find(generator)
         if "parametrizations" in module._modules and id(parametrize) not in self._seen:
             self._seen.add(id(parametrize))  # inside `parametrize.cached` it has weights that were made before
@@ -288,7 +288,7 @@ class Owners:
     def _note_tensor(self, tensor: torch.Tensor, most: float, steady: tuple[set[str], str] | None = None) -> None:
         if may_be_copied(tensor, most):
             self._notes.append(ContentsNote(tensor, steady))
-        elif _has_version(tensor):
+        elif has_version(tensor):
             self._notes.append(VersionsNote([tensor]))
 
     # --- after the first run
@@ -391,36 +391,11 @@ def _is_alias(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.dtype is other.dtype and tensor.device == other.device and tensor.is_set_to(other)
 
 
-def _has_version(tensor: torch.Tensor) -> bool:
-    return not tensor.is_inference() and not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-# By class, the generators among the globals that its `forward` names.
-_named_generators: weakref.WeakKeyDictionary[type[nn.Module], tuple[Any, ...]] = weakref.WeakKeyDictionary()
-
-
-def _generators_named_in(kind: type[nn.Module]) -> tuple[Any, ...]:
-    known = _named_generators.get(kind)
-    if known is None:
-        forward = kind.forward
-        is_users = isinstance(forward, types.FunctionType) and not is_foreign(forward.__module__)
-        named = [thing for _, thing in named_by(forward)] if is_users else []  # type: ignore[arg-type]  # a function
-        known = _named_generators[kind] = tuple(thing for thing in named if isinstance(thing, GENERATORS))
-    return known
-
-
 def _is_plain(value: Any) -> bool:
     """Whether nothing can be changed in an attribute, nor in what it holds, as functions of the user's may."""
     if isinstance(value, _FUNCTIONS):
         return is_foreign(getattr(value, "__module__", None))
     return type(value) in ATOMS or (type(value) is tuple and all(type(part) in ATOMS for part in value))
-
-
-def _has_more_to_note(module: nn.Module) -> bool:
-    """Whether a module has tensors that a run may write to, or names random generators."""
-    parameters = [p for p in module._parameters.values() if p is not None]
-    steady = all(parameter.requires_grad and _has_version(parameter) for parameter in parameters)
-    return bool(module._buffers) or not steady or bool(_generators_named_in(type(module)))
 
 
 def _ignore(_: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -18,8 +17,9 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from lowtide.torch.state.notes import INSIDE, Note, notes_of
+from lowtide.torch.state.notes import INSIDE, Note, has_version, notes_of
 from lowtide.torch.state.structure import ATOMS, MODULE_INTERNALS, is_foreign
+from lowtide.torch.state.surroundings import generators_named_in
 
 _OBJECTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _is_trained = attrgetter("requires_grad")
@@ -31,10 +31,10 @@ class PlainModules(Note):
 
     __slots__ = ("_dictionaries", "_empty", "_keys", "_lengths", "_notes", "_trained", "_values", "ids", "with_tensors")
 
-    def __init__(self, modules: list[nn.Module], needs_note: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, modules: list[nn.Module]) -> None:
         self.ids = [id(module) for module in modules]
         # Those with buffers, or parameters that are not trained: their values are noted at every call.
-        self.with_tensors = [module for module in modules if needs_note(module)]
+        self.with_tensors = [module for module in modules if _has_more_to_note(module)]
         self._trained = list(filter(_is_trained, modules[0].parameters()))
         self._notes = [note for module in modules for note in notes_of(module)]
         inside = [vars(module)[name] for module in modules for name in INSIDE]
@@ -75,11 +75,8 @@ class PlainModules(Note):
 _remembered: dict[int, tuple[weakref.ref[nn.Module], PlainModules]] = {}
 
 
-def plain_modules(root: nn.Module, needs_note: Callable[[nn.Module], bool]) -> PlainModules | None:
-    """A note of a module and all that are inside; None if one of them is not of this kind.
-
-    `needs_note` says whether a module has tensors, or names generators, that have to be noted too.
-    """
+def plain_modules(root: nn.Module) -> PlainModules | None:
+    """A note of a module and all that are inside; None if one of them is not of this kind."""
     known = _remembered.get(id(root))
     if known is not None and known[0]() is root and known[1].may_serve():
         return known[1]
@@ -92,10 +89,17 @@ def plain_modules(root: nn.Module, needs_note: Callable[[nn.Module], bool]) -> P
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 modules.append(child)
-    key, note = id(root), PlainModules(modules, needs_note)
+    key, note = id(root), PlainModules(modules)
     forget = _remembered.pop  # the module may outlive our names
     _remembered[key] = (weakref.ref(root, lambda _: forget(key, None)), note)
     return note
+
+
+def _has_more_to_note(module: nn.Module) -> bool:
+    """Whether a module has tensors that a run may write to, or names random generators."""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    steady = all(parameter.requires_grad and has_version(parameter) for parameter in parameters)
+    return bool(module._buffers) or not steady or bool(generators_named_in(type(module)))
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -250,6 +250,20 @@ _ALWAYS: Any = object()  # what cannot be looked at without changing it, and is 
 Look = dict[str, Any]
 
 
+_named_generators: weakref.WeakKeyDictionary[type[nn.Module], tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def generators_named_in(kind: type[nn.Module]) -> tuple[Any, ...]:
+    """The generators among the globals that a module's `forward` names."""
+    known = _named_generators.get(kind)
+    if known is None:
+        forward = kind.forward
+        is_users = isinstance(forward, types.FunctionType) and not is_foreign(forward.__module__)
+        named = [thing for _, thing in named_by(forward)] if is_users else []  # type: ignore[arg-type]  # a function
+        known = _named_generators[kind] = tuple(thing for thing in named if isinstance(thing, GENERATORS))
+    return known
+
+
 class Things:
     """The small things that functions and the classes of modules can see."""
 
