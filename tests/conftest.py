@@ -42,8 +42,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
         threading.settrace(traced[1])
 
 
-def pytest_collection_finish() -> None:
-    """The million objects of the frameworks are set aside, so that collecting garbage looks at what tests made."""
+@pytest.fixture(scope="module", autouse=True)
+def _set_aside() -> None:
+    """The million objects of the frameworks are set aside, so that collecting garbage looks at what tests made.
+
+    Once for each file, since much is imported only when it is used.
+    """
     gc.collect()
     gc.freeze()
 

@@ -197,6 +197,7 @@ UNTOUCHED = (
 )
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", UNTOUCHED)
 @pytest.mark.parametrize("there", [False, True], ids=["no gradients", "gradients there"])
 def test_planning_touches_nothing(name: str, there: bool) -> None:
