@@ -15,11 +15,11 @@ refused: so the least budget that the error names is what the plan for it takes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise, repeat
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -36,7 +36,7 @@ from lowtide.torch.loops.pullback import Piece
 from lowtide.torch.loops.runner import Ahead, StepRunner
 from lowtide.torch.memory import recording
 from lowtide.torch.memory.accelerators import seconds_now
-from lowtide.torch.memory.tracker import Memory, storage_bytes, storage_of, tensors_of, watching
+from lowtide.torch.memory.tracker import Moment, Moments, storage_bytes, storage_of, storage_sizes, tensors_of, watching
 from lowtide.torch.state.capture import as_it_was_packed
 from lowtide.torch.state.generators import mark_bytes
 
@@ -269,13 +269,14 @@ class Meter:
     def __init__(self, lean: LeanStep | None = None, *, hooked: bool = True, timed: bool = True) -> None:
         self.timed = timed
         self.hooked = hooked and lean is None
-        self.memory = Memory()
+        self.memory = Moments()
         self._lean = lean
         self.packed: set[int] = set()  # storages that the tape holds
         self._packed_alive: list[weakref.ref[torch.UntypedStorage]] = []  # each forgets its key when it is gone
         self.forward = 0.0  # seconds
         self.made = 0  # bytes that the step made and that are alive after it
         self.taped = 0  # most bytes at once, while the step was taped, of what it made
+        self.older = 0  # bytes of what was alive before it and still is
         self._room = 0  # the most that a step has needed while it ran, and no longer afterwards
         self._old: set[int] = set()  # storages alive before it
         self._new: set[int] = set()  # storages that it made
@@ -311,7 +312,8 @@ class Meter:
         self.made = memory.bytes_of(self._new)
         self.unpacked = sum(earlier[key] for key in earlier.keys() - alive - packed)
         # A hook that keeps the last activations lets go of older ones meanwhile. In a stretch their tape holds them.
-        self.taped = memory.peak - memory.bytes_of(self._old & alive)
+        self.older = memory.bytes_of(self._old & alive)
+        self.taped = memory.peak - self.older
         self._room = max(self._room, memory.peak - memory.now)
         memory.peak = max(memory.peak, worst)
 
@@ -420,7 +422,10 @@ class _StepBytes:
     seconds: float  # of its forward
     held: int = 0  # most bytes at once while it was measured, if that was looked at
     pulled: int = 0  # what pulling it back took in all, 0 if that was not tried
+    pulled_beside: int = 0  # most at once without the sums of gradients that it makes
     backward: float = 0.0  # seconds of that
+    # What makes up `taped`, `pulled` and `held`, the most of each: by its name, the bytes at each moment.
+    moments: Mapping[str, dict[Moment, int]] = field(default_factory=dict)
 
     @property
     def tape(self) -> int:
@@ -438,19 +443,27 @@ class _StepBytes:
         """Whether a plan that takes the step to cost what another one does would use much less than it might."""
         return 10 * self.tape < 9 * other.tape or 10 * self.state < 9 * other.state
 
-    def working(self, sum_: int, *, several: bool) -> Working:
+    def working(self, sums: list[int], freed: int, *, several: bool) -> Working:
         """Beside snapshots and tape, in stretches of several steps or one by one.
 
-        `sum_` is the largest gradient that is summed over steps.
+        `sums` are the bytes of gradients that are summed over steps. Of the tape of any step, at least `freed` is free
+        once it has been pulled back.
         """
-        loose = self.state - self.kept_state  # the part of a state that no tape holds
+        # A current state has no random states of its own: the generators are in them. Those that are held beside
+        # snapshots, the latest that were read and those of before the backward, are part of `start`.
+        current = self.state - self.drawn
+        loose = current - self.kept_state  # the part of a state that no tape holds
         slack = self.tape - self.saved - self.kept_state  # what the planner already has room for
         # Several steps: a start, the current state, and the start of a probe's tape if that is kept.
         taping = (1 + 2 * several) * loose + self.taped - self.saved - slack
-        # Sums are added to out of place: the sum so far, what is added, and the new sum are there at once.
-        pulling = self.pulled + (1 + several) * sum_ + loose + self.kept_twice - slack if self.pulled else 0
+        # While a stretch is pulled back, the sums of its later steps are there beside those of later stretches. All but
+        # the first step to be pulled back find them complete, and the tape of a later step free. They are added to out
+        # of place: what is added, and the new sum, are there at once with the one so far.
+        all_, largest = sum(sums), max(sums, default=0)
+        complete = min(self.pulled, self.pulled_beside + 2 * largest) + all_ - freed if several else 0
+        pulling = max(self.pulled, complete) + loose + self.kept_twice - slack if self.pulled else 0
         return Working(
-            advance=self.state + self.taped + self.start,
+            advance=current + self.taped + self.start,
             tape=max(0, taping, loose) + self.start,
             backward=max(0, pulling) + self.start,
         )
@@ -471,6 +484,9 @@ def _step_bytes(
     drawn = _random_bytes(runner, meter)
     # A running sum is added to out of place, while the output is there.
     adding = storage_bytes(outputs) if runner.outputs.in_step_order else 0
+    flows = runner.profile.state
+    if len(flows) != len(after):  # a state that grows: what was learned is of another one
+        flows = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in after]
     return _StepBytes(
         before=storage_bytes(_tensors(before)) + drawn,
         state=storage_bytes(new) + drawn,
@@ -480,7 +496,7 @@ def _step_bytes(
         saved=max(0, saved - unpacked),
         x_grads=sum(x.nbytes for x in _own_inputs(runner, piece)),
         drawn=drawn,
-        cotangent=storage_bytes([leaf for leaf, flag in zip(after, runner.profile.state, strict=False) if flag]),
+        cotangent=storage_bytes([leaf for leaf, flag in zip(after, flows, strict=True) if flag]),
         taped=max(meter.taped, meter.made + adding),
         # Of the generators, the latest states and those of before the backward; those at the start are a snapshot's.
         start=storage_bytes(_tensors(runner.begin.hidden.leaves())) + runner.hidden.copied_bytes() + 2 * drawn,
@@ -534,11 +550,17 @@ def _pulled(runner: StepRunner, meter: Meter, piece: Piece, step: _StepBytes, *,
         grads = [_zeros_for(leaf, runner.outputs.result_shape) for leaf in runner.last_output]
         grads += [_zeros_for(leaf, None) for leaf in runner.state()]
         pullback = runner.pullback(grads, [], piece.stop)
+        # As where later steps were pulled back before: sums are added to out of place. Those that come in take no room.
+        pullback.captured = [_sum_so_far(target) for target in runner.captured.targets]
         del grads
         pullback.pull(piece, keep=keep)
         peak = meter.memory.peak - before
+        for total in pullback.captured:
+            if total is not None:
+                meter.memory.leave_out(total)
+        beside = meter.memory.beyond(living=True) - before
     meter.memory.peak = max(meter.memory.peak, worst)  # what finding out took includes what came before
-    return replace(step, pulled=peak, backward=meter.seconds_now() - began)
+    return replace(step, pulled=peak, pulled_beside=beside, backward=meter.seconds_now() - began)
 
 
 def _zeros_for(leaf: Any, shape: Callable[[torch.Tensor], tuple[int, ...]] | None) -> torch.Tensor | None:
@@ -546,6 +568,11 @@ def _zeros_for(leaf: Any, shape: Callable[[torch.Tensor], tuple[int, ...]] | Non
     if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
         return None
     return torch.zeros_like(leaf) if shape is None else leaf.new_zeros(()).expand(shape(leaf))
+
+
+def _sum_so_far(target: torch.Tensor) -> torch.Tensor | None:
+    """A sum of gradients that takes no room; None for layouts of which no bytes are counted."""
+    return None if storage_of(target) is None else target.detach().new_zeros(()).expand(target.shape)
 
 
 # --- steps that are not alike
@@ -557,7 +584,7 @@ _ENDLESS = (
     "checkpoints= in place of budget=, or use a loop whose length is known"
 )
 _NOTHING = _StepBytes(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
-_BYTES = tuple(each.name for each in fields(_StepBytes) if each.name not in ("seconds", "backward"))
+_BYTES = tuple(each.name for each in fields(_StepBytes) if each.name not in ("seconds", "backward", "moments"))
 
 
 _LITTLE_MORE = 1.25  # times what others take while they run
@@ -694,9 +721,11 @@ class Lookout:
         self._next, look_again = LOOKED_AT, self._looked_at()
         limit = self._allowed(self.equal(self._step, stop))
         runner.restart()
+        since = dict.fromkeys(runner.uncopied(), 0)  # by storage: from which state on it has been part of all
         for k in range(stop):
             with runner.again(k):
                 steps.append(self._measure(k))
+            since = {key: since.get(key, k + 1) for key in runner.uncopied()}
             if len(steps) == min(look_again, stop) or (k >= LOOKED_AT and steps[-1].held > limit):
                 alike = self._are_alike(steps)
                 costs = self.equal(steps[-1], stop)
@@ -707,7 +736,9 @@ class Lookout:
                 else:
                     self._check_foretold(steps, stop)
                 look_again *= 2
-        return self._chosen(self._unequal(steps))
+        lasting = runner.uncopied()
+        shared = [sum(size for key, size in lasting.items() if since[key] <= k) for k in range(stop + 1)]
+        return self._chosen(self._unequal(steps, shared))
 
     def _check_foretold(self, steps: list[_StepBytes], stop: int) -> None:
         """Refuse a budget that steps up to `stop` will exceed if they go on as these do.
@@ -715,10 +746,16 @@ class Lookout:
         The least that the error then names has room for growth that gets a little steeper.
         """
         foretold, larger = (self._unequal([*steps, *_foretold(steps, stop, steeper)]) for steeper in (0, 8))
-        try:
+        with suppress(BudgetError):
             foretold.check(self._allowed(foretold))
-        except BudgetError:
+            return
+        try:
             larger.check(self._allowed(larger))  # it needs as much at least, so this raises
+        except BudgetError as error:
+            if len(steps) > LOOKED_AT:  # by the growth of the first ones the budget had been thought to do
+                steeper = f"from step {LOOKED_AT} on, steps grow more than the ones before let expect"
+                raise BudgetError(error.budget, error.least, f"{steeper}; {error.remedy}", quick=error.quick) from None
+            raise
 
     def _looked_at(self) -> int:
         return min(LOOKED_AT, self._runner.length)
@@ -736,14 +773,21 @@ class Lookout:
         runner, memory, worst = self._runner, self._meter.memory, self._meter.memory.peak
         before = runner.let_go()
         memory.restart_peak()
-        with self._meter.seeing(), self._meter.on():
+        with self._meter.seeing(), self._meter.on(), memory.noting("taping") as taping:
             piece = runner.tape(k, k + 1, put=False)
         step = _step_bytes(runner, self._meter, piece, before)
         runner.put_last(k)
         recording.count(probe=1)
-        step = _pulled(runner, self._meter, piece, step, keep=False)
+        begun = memory.now
+        with memory.noting("pulling") as pulling:
+            step = _pulled(runner, self._meter, piece, step, keep=False)
         held, memory.peak = memory.peak, max(memory.peak, worst)
-        return replace(step, held=held)
+        moments = {
+            "taped": {moment: size - self._meter.older for moment, size in taping.items()},
+            "pulled": {moment: size - begun for moment, size in pulling.items()},
+            "held": taping | pulling,
+        }
+        return replace(step, held=held, moments=moments)
 
     @staticmethod
     def _are_alike(steps: list[_StepBytes]) -> bool:
@@ -757,14 +801,24 @@ class Lookout:
 
     def equal(self, step: _StepBytes, length: int) -> ProbedCosts:
         """Costs of a loop of such steps."""
-        several, single = (self._cost(step, step.state, step, several=several) for several in (True, False))
+        several, single = (self._cost(step, step.state, step, step.saved, several=several) for several in (True, False))
         ways = Ways(several, single, self._floor([step]))
         return self._costs(Chain((several,), length, ways=ways), [step])
 
-    def _unequal(self, steps: list[_StepBytes]) -> ProbedCosts:
+    def _unequal(self, steps: list[_StepBytes], shared: Iterable[int] = repeat(0)) -> ProbedCosts:
+        """Costs of a loop of these steps.
+
+        Of each state, `shared` bytes are in storages that all later states have too, as those of a list that grows. The
+        state that is current while a later step runs has them, so beside it a snapshot or a tape's start does not count
+        them.
+        """
         self.uneven = True
         before = [steps[0], *steps]  # the state before a step has the gradient of that after the one before
-        costs = [self._cost(step, step.before, old, several=True) for step, old in zip(steps, before, strict=False)]
+        freed = min(step.saved for step in steps)
+        costs = [
+            self._cost(step, step.before - mine, old, freed, several=True, shared=after)
+            for step, old, (mine, after) in zip(steps, before, pairwise(shared), strict=False)
+        ]
         return self._costs(Chain.of(costs), steps)
 
     def _costs(self, chain: Chain, steps: list[_StepBytes]) -> ProbedCosts:
@@ -780,11 +834,18 @@ class Lookout:
         """Where states differ in size, what the state at which a tape ends may take beside the one that is current."""
         return storage_bytes(_tensors(self._runner.begin.leaves)) if self.uneven else 0
 
-    def _cost(self, step: _StepBytes, state: int, earlier: _StepBytes, *, several: bool) -> StepCost:
-        """What a planner has to know of a step that starts from a state of so many bytes."""
-        largest = max((storage_bytes([target]) for target in self._runner.captured.targets), default=0)
-        if self.tapes_apart or self._runner.proof.compares_graphs:  # each tape has a start of its own
-            step = replace(step, kept_state=step.state - step.drawn)
+    def _cost(
+        self, step: _StepBytes, state: int, earlier: _StepBytes, freed: int, *, several: bool, shared: int = 0
+    ) -> StepCost:
+        """What a planner has to know of a step that starts from a state of so many bytes.
+
+        For `freed` see `working`, for what the state after it has `shared` see `_unequal`.
+        """
+        sums = list(storage_sizes(self._runner.captured.targets).values())
+        apart = self.tapes_apart or self._runner.proof.compares_graphs
+        if apart:  # each tape has a start of its own
+            step = replace(step, kept_state=step.state - step.drawn - shared)
+        several = several and not apart  # else each is pulled back alone
         step = replace(step, start=step.start + self._packed + self._ends())
         if self.uneven:  # the state that a tape starts from, which it does not hold, may be larger than what is freed
             step = replace(step, kept_twice=step.kept_twice + step.kept_after)
@@ -794,7 +855,7 @@ class Lookout:
             *((step.seconds, step.backward) if self._times else (1.0, 2.0)),
             cotangent=earlier.cotangent,
             drawn=step.drawn,
-            working=step.working(largest, several=several),
+            working=step.working(sums, freed, several=several),
         )
 
 
@@ -806,16 +867,22 @@ def _rises(sizes: list[int]) -> bool:
 def _foretold(steps: list[_StepBytes], stop: int, steeper: int) -> list[_StepBytes]:
     """The rest of the steps up to `stop`: what has grown steadily goes on doing so, of all else there is the most.
 
-    It grows by one part in `steeper` more than it has, if that is not 0.
+    It grows by one part in `steeper` more than it has, if that is not 0. Of what is the most of several moments, every
+    moment is foretold: the one that grows the most may still be below another one.
     """
-    last = len(steps) - 1
-    most: dict[str, int] = {}
-    slopes: dict[str, int] = {}
-    for name in _BYTES:
-        seen = [getattr(step, name) for step in steps]
-        rises = [new - old for old, new in pairwise(seen[1:])]
-        most[name] = max(seen)
-        slopes[name] = max(rises) if 2 * sum(rise > 0 for rise in rises) > len(rises) else 0
-        slopes[name] += slopes[name] // steeper if steeper else 0
-    rest = range(1, stop - last)
-    return [replace(steps[-1], **{name: most[name] + k * slopes[name] for name in _BYTES}) for k in rest]
+    lines = {name: [_line([getattr(step, name) for step in steps], steeper)] for name in _BYTES}
+    for name in steps[-1].moments:
+        seen = [step.moments[name] for step in steps]
+        common = set(seen[-1]).intersection(*seen[1:])  # another moment of the first step would seem to have grown
+        lines[name] += [_line([moments.get(moment, 0) for moments in seen], steeper) for moment in common]
+    rest = range(1, stop - len(steps) + 1)
+    most_at = [{name: max(most + k * slope for most, slope in found) for name, found in lines.items()} for k in rest]
+    return [replace(steps[-1], **cast("dict[str, Any]", most)) for most in most_at]
+
+
+def _line(seen: list[int], steeper: int) -> tuple[int, int]:
+    """The most of these numbers of bytes, and by how much each step adds to it; for `steeper` see `_foretold`."""
+    rises = [new - old for old, new in pairwise(seen[1:])]
+    grows = 2 * sum(rise > 0 for rise in rises) > len(rises) or (steeper and _rises(seen))  # or it may have begun to
+    slope = max(rises) if grows else 0
+    return max(seen), slope + (slope // steeper if steeper else 0)

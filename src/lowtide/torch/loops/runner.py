@@ -26,7 +26,7 @@ from lowtide.torch.loops.proof import Proof
 from lowtide.torch.loops.pullback import LatestOutput, LoopParts, Piece, Profile, Pullback, Shared
 from lowtide.torch.loops.step import StepFunction, Stepper
 from lowtide.torch.memory import recording
-from lowtide.torch.memory.tracker import storage_bytes, tensors_of
+from lowtide.torch.memory.tracker import storage_bytes, storage_sizes, tensors_of
 from lowtide.torch.state.ambient import Ambient, gradients_aside
 from lowtide.torch.state.capture import (
     Captured,
@@ -142,6 +142,13 @@ class StepRunner:
     def state_bytes(self) -> int:
         """Bytes of the current state, random states included."""
         return storage_bytes(tensors_of(self.state())) + mark_bytes(self.random.mark(), self.random.start)
+
+    def uncopied(self) -> dict[int, int]:
+        """The bytes of the current state's storages that a snapshot holds themselves, and not copies of, by address."""
+        rows = zip(self.hidden.leaves(), self.hidden.in_place(), strict=True)
+        copied = storage_sizes([leaf for leaf, in_place in rows if in_place])
+        sizes = storage_sizes(tensors_of(self.state()))
+        return {key: size for key, size in sizes.items() if key not in copied}
 
     def _position_names(self) -> list[str]:
         return [*self.stepper.names, *self.hidden.names()]

@@ -48,9 +48,14 @@ def key_of(tensor: torch.Tensor) -> int:
 
 def storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of the storages behind the tensors, each counted once; if any is on an accelerator, of those there."""
+    return sum(storage_sizes(tensors).values())
+
+
+def storage_sizes(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """The bytes of each of these storages, by its address."""
     there = [tensor for tensor in tensors if not is_of_host(tensor.device)]
     storages = [storage_of(tensor) for tensor in there or tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages if storage is not None}.values())
+    return {storage._cdata: storage.nbytes() for storage in storages if storage is not None}
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -277,6 +282,49 @@ class Memory:
             for level in (self._host, self._accelerators, *self._devices.values()):
                 level.peak = level.now
                 level.lives.restart(level.now)
+
+
+_Kind = tuple[str, int]  # the node of autograd, or the phase outside of nodes, and the number of dimensions
+Moment = tuple[str, int, int]  # and the number of the run of neighbours
+
+
+class Moments(Memory):
+    """Notes how much was alive at each kind of moment, not only at the worst one.
+
+    Along the loop, another moment may become the worst: that of the one whose bytes grow the most, which is known only
+    if all of them were noted. A moment is told by its node of autograd and the number of dimensions of what is made;
+    neighbours of one kind are a single moment, so that the moments of a step over a longer list are the same ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: dict[Moment, int] | None = None
+        self._runs: dict[_Kind, int] = {}  # the neighbours of each kind so far
+        self._kind: _Kind | None = None  # the latest
+        self._phase = ""  # what moments outside of autograd's nodes belong to
+
+    @contextmanager
+    def noting(self, phase: str) -> Iterator[dict[Moment, int]]:
+        """Note the most bytes alive at each moment inside."""
+        moments: dict[Moment, int] = {}
+        self._noted, self._runs, self._kind, self._phase = moments, {}, None, phase
+        try:
+            yield moments
+        finally:
+            self._noted = None
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage, as a `Memory` does, and note the moment."""
+        super().see(tensor)
+        if self._noted is None:
+            return
+        node = torch._C._current_autograd_node()
+        kind = (self._phase if node is None else node.name(), tensor.ndim)
+        if kind != self._kind:
+            self._runs[kind] = self._runs.get(kind, 0) + 1
+            self._kind = kind
+        moment = (*kind, self._runs[kind])
+        self._noted[moment] = max(self._noted.get(moment, 0), self.now)
 
 
 class _Level:
