@@ -34,6 +34,7 @@ PRIVATE = {
         "_DisableAutocast",
         "DisableTorchFunctionSubclass",
         "_EnableTorchFunction",
+        "_current_autograd_node",
         "_current_graph_task_id",
         "_disabled_torch_dispatch_impl",
         "_get_dispatch_mode",

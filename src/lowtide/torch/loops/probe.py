@@ -161,7 +161,7 @@ def _pull_last(
 ) -> None:
     """Find out what it takes to pull the last step back; that uses up its tape, unless it is kept."""
     if piece is not None:
-        seen[-1] = _pulled(runner, meter, piece, seen[-1], keep=keep)
+        seen[-1] = _pulled(runner, meter, piece, seen[-1], _output_cotangents(runner), keep=keep)
         if not keep:
             ahead[-1] = (ahead[-1][0], None)
 
@@ -541,18 +541,35 @@ def _pairs(before: list[Any], after: list[Any]) -> Iterator[tuple[Any, torch.Ten
             yield old, new
 
 
-def _pulled(runner: StepRunner, meter: Meter, piece: Piece, step: _StepBytes, *, keep: bool) -> _StepBytes:
-    """The step with what pulling it back takes, cotangents included; with zeros, which are as large as any."""
+def _output_cotangents(runner: StepRunner) -> list[torch.Tensor | None]:
+    """Zeros for the last step's outputs, which are let go, as in a plan before it pulls back."""
+    grads = [_zeros_for(leaf, runner.outputs.result_shape) for leaf in runner.last_output]
+    runner.last_output = []
+    return grads
+
+
+def _pulled(
+    runner: StepRunner,
+    meter: Meter,
+    piece: Piece,
+    step: _StepBytes,
+    grads: list[torch.Tensor | None],
+    *,
+    keep: bool,
+) -> _StepBytes:
+    """The step with what pulling it back takes, cotangents included; with zeros, which are as large as any.
+
+    `grads` are those of its outputs.
+    """
     before, worst = meter.memory.now, meter.memory.peak
     meter.memory.restart_peak()
     began = meter.seconds_now()
+    # They come in, not watched, as where later steps were pulled back before, because sums are added to out of place.
+    sums = [_sum_so_far(target) for target in runner.captured.targets]
     with watching(meter.memory):
-        grads = [_zeros_for(leaf, runner.outputs.result_shape) for leaf in runner.last_output]
-        grads += [_zeros_for(leaf, None) for leaf in runner.state()]
-        pullback = runner.pullback(grads, [], piece.stop)
-        # As where later steps were pulled back before: sums are added to out of place. Those that come in take no room.
-        pullback.captured = [_sum_so_far(target) for target in runner.captured.targets]
-        del grads
+        pullback = runner.pullback([*grads, *(_zeros_for(leaf, None) for leaf in runner.state())], [], piece.stop)
+        pullback.captured = sums
+        del sums
         pullback.pull(piece, keep=keep)
         peak = meter.memory.peak - before
         for total in pullback.captured:
@@ -778,9 +795,10 @@ class Lookout:
         step = _step_bytes(runner, self._meter, piece, before)
         runner.put_last(k)
         recording.count(probe=1)
+        grads = _output_cotangents(runner)
         begun = memory.now
         with memory.noting("pulling") as pulling:
-            step = _pulled(runner, self._meter, piece, step, keep=False)
+            step = _pulled(runner, self._meter, piece, step, grads, keep=False)
         held, memory.peak = memory.peak, max(memory.peak, worst)
         moments = {
             "taped": {moment: size - self._meter.older for moment, size in taping.items()},
