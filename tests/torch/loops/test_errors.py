@@ -381,3 +381,15 @@ def test_a_plan_with_snapshots_on_disk_is_refused() -> None:
     plan = plan_chain(Chain.equal(StepCost(8, 16), 40), 80, disk=Disk(1e-9, 1e-9))
     with pytest.raises(InputError, match="this plan has some on disk; plan without disk="):
         lt.checkpointed_for_loop(lambda x: x * W, XS, plan=plan)
+
+
+def test_an_iterator_that_is_at_its_end_when_steps_are_measured_first_is_said_to_be() -> None:
+    factors = iter([0.5, 0.25])
+    w = torch.ones(4, requires_grad=True)
+
+    def step(h: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.tanh(h * w + x) * next(factors)
+        return h, h.sum()
+
+    with pytest.raises(CheckpointError, match="an iterator that it takes items from is at its end"):
+        lt.checkpointed_scan(step, torch.zeros(4), torch.ones(2, 4), budget="40%")

@@ -174,7 +174,7 @@ class Engine:
         """Run steps; of those that run again it is said so where they fail."""
         with nullcontext() if self._pullback is None else self.runner.proof.telling(start, stop):
             if start < (middle := min(stop, self.runner.already)):
-                with self.runner.repeating():
+                with self.runner.repeating(), self.runner.proof.telling(start, middle):
                     run(start, middle)
                 start = middle
             while start < stop:

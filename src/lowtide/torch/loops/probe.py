@@ -740,7 +740,7 @@ class Lookout:
         runner.restart()
         since = dict.fromkeys(runner.uncopied(), 0)  # by storage: from which state on it has been part of all
         for k in range(stop):
-            with runner.again(k):
+            with runner.again(k), runner.proof.telling(k, k + 1) if k < runner.already else nullcontext():
                 steps.append(self._measure(k))
             since = {key: since.get(key, k + 1) for key in runner.uncopied()}
             if len(steps) == min(look_again, stop) or (k >= LOOKED_AT and steps[-1].held > limit):
